@@ -5,10 +5,10 @@ from typing import Any
 
 import jax
 
-from jflash.bench.case import Task
-from jflash.bench.gathers import time_gathers
-from jflash.bench.report import collect, device_line
+from jflash.bench.kernels.gathers import time_gathers
 from jflash.bench.shapes import form_of, model_shape
+from jflash.bench.steps.case import Task
+from jflash.bench.steps.report import collect, device_line
 from jflash.cli.benchmark import measure
 from jflash.cli.command import BAD_INPUT, Options
 from jflash.cli.results import partial

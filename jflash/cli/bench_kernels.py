@@ -6,8 +6,8 @@ from typing import Any
 import jax
 
 from jflash.bench.floors import measure_rates
-from jflash.bench.kernel_cases import OPS, make_case
-from jflash.bench.kernel_times import COLUMNS, measure, row_text
+from jflash.bench.kernels.cases import OPS, make_case
+from jflash.bench.kernels.times import COLUMNS, measure, row_text
 from jflash.cli.command import Options
 from jflash.cli.options.values import refuse
 from jflash.cli.results import partial

@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import cycle, islice
 from typing import Any
 
-from jflash.bench.row_speed import measured, random_pair, steps_of
+from jflash.bench.serving.row_speed import measured, random_pair, steps_of
 from jflash.cli.command import Options
 from jflash.cli.options.pair import shared_note
 from jflash.evals.datasets import load_problems

@@ -4,8 +4,8 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jflash.bench.recording import of_mean, read_recording, recorded
-from jflash.bench.serving_cases import Case, measured, random_pair
+from jflash.bench.serving.cases import Case, measured, random_pair
+from jflash.bench.serving.recording import of_mean, read_recording, recorded
 from jflash.cli.command import Options, require
 from jflash.cli.options.pair import shared_note
 from jflash.compiled.programs import LARGE_CHUNK
@@ -13,8 +13,8 @@ from jflash.evals.datasets import load_problems
 from jflash.io import configure_pair, encode_prompt, load_weights
 from jflash.records.decoding import Decoding
 from jflash.records.kernels import AUTO
+from jflash.serving.calls.layout import engine_chunk, steps_of_call
 from jflash.serving.engine import PREFILL_BETWEEN
-from jflash.serving.layout import engine_chunk, steps_of_call
 from jflash.system.device import describe_device
 from jflash.system.files import whole_file
 from jflash.system.locks import in_turn
@@ -71,7 +71,7 @@ def of_pair(
 ) -> Iterator[dict[str, Any]]:
     if args.clients is not None:
         require("httpx", "starlette", "uvicorn", "prometheus_client", "msgspec", "llguidance")
-    from jflash.bench.pair_serving import Load, answered, with_rows
+    from jflash.bench.serving.pair import Load, answered, with_rows
 
     pair, asked = pair_and_questions(args)
     steps = args.steps_per_call or (steps_of_call(pair.models),)
@@ -81,7 +81,7 @@ def of_pair(
     batches = args.batch or (() if args.auto_batch or args.beside_form else BATCHES)
     if args.beside_form:
         require("llguidance")
-        from jflash.bench.beside_form import beside_form
+        from jflash.bench.serving.beside_form import beside_form
 
         sizes = args.beside_form, args.max_new_tokens, steps[0], args.repeats
         yield from beside_form(pair, asked, *sizes, wait)
@@ -103,7 +103,7 @@ def dtype_note(args: Options) -> dict[str, Any]:
 
 
 def pair_and_questions(args: Options) -> tuple[Any, Any]:
-    from jflash.bench.pair_serving import Questions
+    from jflash.bench.serving.pair import Questions
 
     files = configure_pair(
         args.target, args.drafter, dtype=args.dtype,

@@ -5,9 +5,9 @@ from typing import Any
 
 import jax
 
-from jflash.bench.case import log
 from jflash.bench.floors import Rates, measure_rates
-from jflash.bench.step_table import Plan, step_times
+from jflash.bench.steps.case import log
+from jflash.bench.steps.table import Plan, step_times
 from jflash.cli.command import Options
 from jflash.cli.options.pair import shared_note
 from jflash.cli.options.results import chosen_backends

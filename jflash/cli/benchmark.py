@@ -10,9 +10,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
 
-from jflash.bench import case as benchmark_case
-from jflash.bench.case import Task, run_task, save_pair
-from jflash.bench.report import (
+from jflash.bench.shapes import model_shape
+from jflash.bench.steps import case as benchmark_case
+from jflash.bench.steps.case import Task, run_task, save_pair
+from jflash.bench.steps.report import (
     add_beside,
     add_peak,
     add_ratios,
@@ -22,7 +23,6 @@ from jflash.bench.report import (
     device_line,
     reference_text,
 )
-from jflash.bench.shapes import model_shape
 from jflash.checks import check_request
 from jflash.cli.command import BAD_INPUT, Options
 from jflash.cli.options.results import chosen_backends

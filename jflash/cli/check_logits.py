@@ -20,8 +20,8 @@ from jflash.models.decoder import Target
 from jflash.models.params import SCALE, random_weights
 from jflash.pair import Models
 from jflash.proof.forced import CAPACITY, CHUNK, PROMPT
+from jflash.proof.program.step_program import cut
 from jflash.proof.right_logits import FACTOR, NATS, ROWS, check_batch, failures, judge_of
-from jflash.proof.step_program import cut
 from jflash.proof.usual_weights import usual_weights
 from jflash.records.kernels import XLA
 from jflash.system.device import describe_device, device_memory

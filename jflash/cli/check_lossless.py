@@ -21,8 +21,8 @@ from jflash.proof.devices import FEW, MANY, check_devices, failures_over_devices
 from jflash.proof.differences import difference_text
 from jflash.proof.kept_forms import TEXTS_KEPT, as_codes, check_kept
 from jflash.proof.law import check_law
-from jflash.proof.law_forms import CPU, GPU, WHOLE
-from jflash.proof.law_text import comparison_line, law_failures, law_lines, shortfalls
+from jflash.proof.law.forms import CPU, GPU, WHOLE
+from jflash.proof.law.text import comparison_line, law_failures, law_lines, shortfalls
 from jflash.proof.lossless import CORRUPTION
 from jflash.proof.ops import check_ops, failures_of_ops
 from jflash.proof.pairs import PAIRS

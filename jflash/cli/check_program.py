@@ -14,9 +14,9 @@ from jflash.cli.options.results import chosen_backends
 from jflash.compiled.programs import lower_run
 from jflash.devices.backends import named, with_backends
 from jflash.devices.mesh import for_batch, over, tensor_mesh
-from jflash.proof.compiled import inspect
-from jflash.proof.gates import Result, check
-from jflash.proof.step_program import StepProgram, models_of, step_program
+from jflash.proof.program.compiled import inspect
+from jflash.proof.program.gates import Result, check
+from jflash.proof.program.step_program import StepProgram, models_of, step_program
 from jflash.system.device import describe_device
 from jflash.system.platform import leave_compilation_cache
 

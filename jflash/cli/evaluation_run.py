@@ -25,7 +25,7 @@ from jflash.io.harmony import answer_text
 from jflash.io.text import decode
 from jflash.memory import check_memory
 from jflash.records.decoding import Decoding
-from jflash.serving.layout import steps_of_call
+from jflash.serving.calls.layout import steps_of_call
 from jflash.system.device import device_memory, device_name
 
 # Options that decide about the answers and their times.

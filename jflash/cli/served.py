@@ -24,8 +24,8 @@ from jflash.pair import Models
 from jflash.records.decoding import Decoding, Sampling
 from jflash.serving.engine import Engine
 from jflash.serving.grammar import Grammars
+from jflash.serving.paging.room import need_of, pages_within
 from jflash.serving.request import Request
-from jflash.serving.room import need_of, pages_within
 from jflash.system.device import device_memory
 from jflash.system.files import UTF_8
 from pallas_kernels.block_attention import PAGE

@@ -18,8 +18,8 @@ from jflash.models.params import leaf_paths
 from jflash.records.config import DecoderConfig
 from jflash.records.leaves import Leaf
 from jflash.records.parts import part_of
-from pallas_kernels.matmul.fragments import COLUMNS, Fragments
-from pallas_kernels.matmul.quantised import Quantised
+from pallas_kernels.matmul.kept.fragments import COLUMNS, Fragments
+from pallas_kernels.matmul.kept.quantised import Quantised
 
 
 def placed(mesh: Mesh | None, config: DecoderConfig, params: dict) -> dict:

@@ -10,7 +10,7 @@ from jflash.records.config import TargetConfig
 from jflash.records.leaves import Leaf
 from jflash.records.parts import part_of
 from jflash.records.specs import DenseSpec, Kept
-from pallas_kernels.matmul.fragments import COLUMNS
+from pallas_kernels.matmul.kept.fragments import COLUMNS
 
 
 def in_fragments(models: Models) -> Models:

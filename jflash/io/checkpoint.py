@@ -65,7 +65,7 @@ def open_checkpoint(source: str | Path) -> Checkpoint:
     """The checkpoint at a folder, a GGUF file or a hub id; ValueError if there is none."""
     path = resolve(source)
     if not path.is_dir():
-        from jflash.io.gguf_checkpoint import open_gguf  # its library is an extra, "gguf"
+        from jflash.io.gguf.checkpoint import open_gguf  # its library is an extra, "gguf"
 
         return open_gguf(path)
     return Orbax(path) if is_orbax(path) else Safetensors(path)

@@ -36,7 +36,7 @@ from pallas_kernels.matmul import (
 )
 from pallas_kernels.matmul import head_logits as head_logits  # layers is the models' door
 from pallas_kernels.matmul import matmul as matmul
-from pallas_kernels.matmul.rounded import Rounded
+from pallas_kernels.matmul.float8.rounded import Rounded
 
 TIMES = {"silu": silu_times, "gelu_tanh": gelu_times}  # by DenseSpec.activation
 

@@ -26,7 +26,7 @@ from jflash.records.config import Drafter2Config, DrafterConfig
 from jflash.records.kernels import XLA, Kernels
 from jflash.records.leaves import Leaf, declare
 from pallas_kernels.matmul import Unsummed
-from pallas_kernels.matmul.rounded import Rounded
+from pallas_kernels.matmul.float8.rounded import Rounded
 
 HEAD = "draft_head"  # a rounded one; see jflash.models.float8
 

@@ -15,8 +15,8 @@ from jflash.records.config import DrafterConfig
 from jflash.records.leaves import Leaf
 from jflash.records.specs import FLOAT8, Kept
 from pallas_kernels.matmul.float8 import FEW_ROWS
-from pallas_kernels.matmul.quantised import Quantised
-from pallas_kernels.matmul.rounded import rounded_rows, rounded_weight
+from pallas_kernels.matmul.float8.rounded import rounded_rows, rounded_weight
+from pallas_kernels.matmul.kept.quantised import Quantised
 
 AXES = "embed", "columns"
 ROUNDED = ("qkv", "out", "gate_up", "down", "fc")  # the products whose kernels are rounded

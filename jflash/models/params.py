@@ -18,7 +18,7 @@ from jflash.models.dflash import Drafter, context_leaves
 from jflash.models.float8 import float8_leaves
 from jflash.records.config import DrafterConfig, TargetConfig
 from jflash.records.leaves import Leaf, declared
-from pallas_kernels.matmul.quantised import MIDDLE
+from pallas_kernels.matmul.kept.quantised import MIDDLE
 
 SCALE, EXPERTS_SCALE = 0.02, 0.32  # of random weights
 FORGETS = -2.0  # a recurrent state's decay: it lasts some dozens of tokens

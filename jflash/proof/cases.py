@@ -26,7 +26,7 @@ from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.models.params import random_weights
 from jflash.pair import Models, Params
-from jflash.proof.step_program import cut
+from jflash.proof.program.step_program import cut
 from jflash.records.config import DecoderConfig
 from jflash.system.device import device_memory
 from jflash.system.embedded import EMBEDDED_PAIR as EMBEDDED

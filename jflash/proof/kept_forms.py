@@ -19,11 +19,11 @@ from jflash.models.params import abstract_params, random_params
 from jflash.pair import Models
 from jflash.proof.cases import Case
 from jflash.proof.law import REFERENCE
-from jflash.proof.law_bench import Bench, compared, decoded
-from jflash.proof.law_forms import OWN, REPLAY, Way
+from jflash.proof.law.bench import Bench, compared, decoded
+from jflash.proof.law.forms import OWN, REPLAY, Way
 from jflash.proof.pairs import FORMS
-from pallas_kernels.matmul.fragments import Fragments
-from pallas_kernels.matmul.quantised import Quantised, dequantised
+from pallas_kernels.matmul.kept.fragments import Fragments
+from pallas_kernels.matmul.kept.quantised import Quantised, dequantised
 
 TEXTS_KEPT, NEW_TOKENS = 8, 160
 CPU_TEXTS, CPU_TOKENS = 2, 32

@@ -19,7 +19,7 @@ from jflash.generate import Pair
 from jflash.models.params import random_params
 from jflash.records.decoding import Decoding
 from jflash.serving.batch import Job, layout_for, serve
-from jflash.serving.programs import compile_programs
+from jflash.serving.calls.programs import compile_programs
 
 GROUP = 64  # answers between two lines of results
 REFERENCE_BATCH = 64  # of the plain answers that all others are compared with

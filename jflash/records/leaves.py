@@ -16,11 +16,11 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from jflash.records.specs import Kept
-from pallas_kernels.matmul import fragments
-from pallas_kernels.matmul.fragments import Fragments
+from pallas_kernels.matmul.float8.rounded import Rounded
+from pallas_kernels.matmul.kept import fragments
+from pallas_kernels.matmul.kept.fragments import Fragments
+from pallas_kernels.matmul.kept.quantised import Quantised
 from pallas_kernels.matmul.pieces import pieces
-from pallas_kernels.matmul.quantised import Quantised
-from pallas_kernels.matmul.rounded import Rounded
 
 
 class SideBySide(NamedTuple):
@@ -78,7 +78,7 @@ class Leaf:
 
     @property
     def fragmented(self) -> bool:
-        """Whether it is kept in the order of pallas_kernels.matmul.fragments."""
+        """Whether it is kept in the order of pallas_kernels.matmul.kept.fragments."""
         return self.kept is not None and self.kept.fragments
 
     @property

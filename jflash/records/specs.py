@@ -211,13 +211,13 @@ class DenseSpec:
 
 
 class Kept(NamedTuple):
-    """How a weight stays quantised in memory; see pallas_kernels.matmul.quantised."""
+    """How a weight stays quantised in memory; see pallas_kernels.matmul.kept.quantised."""
 
     form: str  # "fp8" or "int4"; "float8" of a drafter that was rounded
     group: int  # rows of the kernel that share a column's scale; 0: all
     scales: str  # their dtype
     zeros: bool  # each group has a zero
-    fragments: bool = False  # in the order of pallas_kernels.matmul.fragments
+    fragments: bool = False  # in the order of pallas_kernels.matmul.kept.fragments
     pairs: bool = False  # there a gate's columns and an up's lie in turns
 
     @property

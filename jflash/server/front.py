@@ -18,10 +18,10 @@ from multiprocessing import Pipe
 from jflash.server.run import open_to_clients
 from jflash.server.service import Settings
 from jflash.server.start import Rules, Start
-from jflash.serving.answering import answer
 from jflash.serving.engine import Engine
 from jflash.serving.grammar import Grammars
-from jflash.serving.remote import News, Sizes
+from jflash.serving.pipe.answering import answer
+from jflash.serving.pipe.remote import News, Sizes
 from jflash.system.sources import same_paths
 
 

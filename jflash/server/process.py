@@ -14,7 +14,7 @@ from jflash.server.run import log_to_stderr, serve, url_of
 from jflash.server.service import service_of
 from jflash.server.start import Start
 from jflash.serving.collection import only_of_new_objects
-from jflash.serving.remote import Remote
+from jflash.serving.pipe.remote import Remote
 
 FAILED = 1
 

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from jflash.server.service import Settings
-from jflash.serving.remote import News, Sizes
+from jflash.serving.pipe.remote import News, Sizes
 
 
 class Rules(NamedTuple):

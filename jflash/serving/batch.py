@@ -14,9 +14,9 @@ from jflash.compiled.programs import Shape, capacity_for
 from jflash.generate import DEFAULTS, Generation, Pair, Seconds
 from jflash.pair import Models
 from jflash.records.decoding import Decoding
+from jflash.serving.calls.layout import Kind, Layout, engine_chunk, steps_of_call
 from jflash.serving.engine import Engine
 from jflash.serving.handle import Handle
-from jflash.serving.layout import Kind, Layout, engine_chunk, steps_of_call
 from jflash.serving.request import Request, Result
 from pallas_kernels.block_attention import PAGE
 

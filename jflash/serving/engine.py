@@ -13,10 +13,7 @@ from typing import Any
 from jflash.compiled.programs import Shape
 from jflash.generate import Pair
 from jflash.memory import used_memory
-from jflash.serving.grammar import Matcher
-from jflash.serving.handle import Handle, results_of
-from jflash.serving.job import Job
-from jflash.serving.layout import (
+from jflash.serving.calls.layout import (
     KINDS,
     Kind,
     Layout,
@@ -26,6 +23,8 @@ from jflash.serving.layout import (
     settled,
     steps_of_call,
 )
+from jflash.serving.grammar import Matcher
+from jflash.serving.handle import Handle, results_of
 from jflash.serving.limits import (
     check,
     check_pair,
@@ -34,12 +33,13 @@ from jflash.serving.limits import (
     checked_counts,
     checked_kinds,
 )
-from jflash.serving.loop import Loop
+from jflash.serving.paging.states import states_kept
 from jflash.serving.request import KEYS, Request, Result
-from jflash.serving.states import states_kept
 from jflash.serving.stats import Stats
+from jflash.serving.thread.job import Job
+from jflash.serving.thread.loop import Loop
+from jflash.serving.thread.work import Work
 from jflash.serving.weights import replacing
-from jflash.serving.work import Work
 from pallas_kernels.block_attention import PAGE
 
 # Tokens of prompts between two calls, as long as STALL allows. With 512 a burst fills its slots

@@ -7,9 +7,9 @@ from jflash.checks import check_ids
 from jflash.generate import Pair
 from jflash.pair import Models
 from jflash.records.decoding import whole
-from jflash.serving.layout import KINDS, Kind, Layout
+from jflash.serving.calls.layout import KINDS, Kind, Layout
+from jflash.serving.calls.slots import BIASED, most_of
 from jflash.serving.request import Request, TooLong
-from jflash.serving.slots import BIASED, most_of
 from pallas_kernels.block_attention import PAGE
 
 # An engine's sizes that may be None.

@@ -39,7 +39,7 @@ from pallas_kernels.choice import device_refusal, no_backend
 from pallas_kernels.grouped_matmul import beside as beside
 from pallas_kernels.grouped_matmul import canonical, cpu, reference, triton, xla
 from pallas_kernels.halves import Firsts
-from pallas_kernels.matmul.quantised import Quantised, dequantised_for
+from pallas_kernels.matmul.kept.quantised import Quantised, dequantised_for
 
 BACKENDS = {
     "canonical": canonical,

@@ -21,9 +21,9 @@ from pallas_kernels.grouped_matmul.tokens_of import Tiles
 from pallas_kernels.grouped_matmul.triton import BLOCK_K, divides, one_tile, width_of
 from pallas_kernels.halves import Firsts
 from pallas_kernels.matmul import few_rows
-from pallas_kernels.matmul.kept_tiles import depth_of
+from pallas_kernels.matmul.kept.quantised import Quantised
+from pallas_kernels.matmul.kept.tiles import depth_of
 from pallas_kernels.matmul.pieces import pieces
-from pallas_kernels.matmul.quantised import Quantised
 from pallas_kernels.matmul.tuning import SMS
 
 ROWS = 16

@@ -16,7 +16,7 @@ from pallas_kernels.fixed_order import rounded, row_sum
 from pallas_kernels.grouped_matmul.reference import ALPHA, LIMIT
 from pallas_kernels.halves import Firsts, halves
 from pallas_kernels.matmul.cpu import TILE, silu_times
-from pallas_kernels.matmul.quantised import Quantised, dequantised
+from pallas_kernels.matmul.kept.quantised import Quantised, dequantised
 
 
 def grouped_matmul(

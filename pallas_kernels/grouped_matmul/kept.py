@@ -14,7 +14,7 @@ from pallas_kernels.grouped_matmul import used
 from pallas_kernels.grouped_matmul.kept_mosaic import product
 from pallas_kernels.grouped_matmul.tokens_of import row_block, tile_count, tiles_of_tokens
 from pallas_kernels.halves import Firsts
-from pallas_kernels.matmul.fragments import Fragments
+from pallas_kernels.matmul.kept.fragments import Fragments
 
 
 class Inner(NamedTuple):

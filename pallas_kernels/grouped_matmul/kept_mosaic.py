@@ -16,8 +16,8 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.grouped_matmul.used import Used
 from pallas_kernels.halves import Firsts
-from pallas_kernels.matmul import kept_mosaic
-from pallas_kernels.matmul.fragments import COLUMNS, DEPTH, ROW, Fragments
+from pallas_kernels.matmul.kept import mosaic as kept_mosaic
+from pallas_kernels.matmul.kept.fragments import COLUMNS, DEPTH, ROW, Fragments
 from pallas_kernels.matmul.mosaic_kernel import silu_times, tiled
 from pallas_kernels.matmul.tuning import SMS
 

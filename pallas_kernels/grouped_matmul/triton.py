@@ -22,8 +22,8 @@ from pallas_kernels.grid import grid
 from pallas_kernels.grouped_matmul.tokens_of import Tiles, row_block
 from pallas_kernels.halves import Firsts
 from pallas_kernels.matmul.few_rows import silu_times
-from pallas_kernels.matmul.kept_tiles import depth_of, load_groups, load_tile
-from pallas_kernels.matmul.quantised import Quantised
+from pallas_kernels.matmul.kept.quantised import Quantised
+from pallas_kernels.matmul.kept.tiles import depth_of, load_groups, load_tile
 from pallas_kernels.matmul.tuning import SMS
 
 BLOCK_N = (64, 32, 16)  # columns of a tile: the most that divide those of the output

@@ -53,9 +53,9 @@ from pallas_kernels.halves import Firsts
 from pallas_kernels.matmul import canonical, cpu, float8, reference, xla
 from pallas_kernels.matmul.add import Unsummed
 from pallas_kernels.matmul.add import summed as summed
-from pallas_kernels.matmul.fragments import Fragments
-from pallas_kernels.matmul.quantised import Quantised, dequantised_for
-from pallas_kernels.matmul.rounded import Rounded
+from pallas_kernels.matmul.float8.rounded import Rounded
+from pallas_kernels.matmul.kept.fragments import Fragments
+from pallas_kernels.matmul.kept.quantised import Quantised, dequantised_for
 
 BACKENDS = {"canonical": canonical, "cpu": cpu, "xla": xla, "reference": reference}
 

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.matmul.kept_mosaic import store
+from pallas_kernels.matmul.kept.mosaic import store
 from pallas_kernels.matmul.mosaic_kernel import tiled
 from pallas_kernels.matmul.mosaic_ring import fill
 from pallas_kernels.matmul.tuning import SHARED_MEMORY

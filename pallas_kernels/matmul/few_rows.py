@@ -21,8 +21,8 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.grid import grid
 from pallas_kernels.halves import Firsts
-from pallas_kernels.matmul.kept_tiles import depth_of, load_groups, load_tile
-from pallas_kernels.matmul.quantised import Quantised
+from pallas_kernels.matmul.kept.quantised import Quantised
+from pallas_kernels.matmul.kept.tiles import depth_of, load_groups, load_tile
 
 DEPTH = 64  # of the interpreter's dots: how it adds a dot up hangs on this, as on no GPU
 

@@ -89,7 +89,7 @@ def lines_of(
 
 
 def steadily(row: dict[str, Any]) -> str:
-    """What a stream gave between its ends, see `jflash.bench.steady`."""
+    """What a stream gave between its ends, see `jflash.bench.serving.steady`."""
     steady = row.get("steady")
     return f"; {steady['tokens_per_second']:,.0f} between its ends" if steady else ""
 

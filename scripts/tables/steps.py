@@ -4,8 +4,8 @@ from typing import Any
 
 from jflash.bench.floors import Rates, Work, floor_seconds
 from jflash.bench.shapes import SHAPES
-from jflash.bench.step_cases import rows_of
-from jflash.bench.widths import best_width, expected_tokens, geometric_profile
+from jflash.bench.steps.cases import rows_of
+from jflash.bench.steps.widths import best_width, expected_tokens, geometric_profile
 from pallas_kernels.shapes import MATMUL
 from tables.cells import (
     Result,

@@ -14,7 +14,7 @@ def rates(dtype: str) -> dict[str, float]:
 
 @pytest.fixture(autouse=True)
 def measured_once(monkeypatch):
-    from jflash.bench import case
+    from jflash.bench.steps import case
     from jflash.cli import bench_kernels, bench_steps
 
     for module in (case, bench_kernels, bench_steps):

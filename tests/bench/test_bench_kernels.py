@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jflash.bench import kernel_cases
-from jflash.bench.kernel_cases import Op, make_attention_case, make_case
-from jflash.bench.kernel_times import COLUMNS, Case, Missing, measure, seconds_per_call, table
+from jflash.bench.kernels import cases as kernel_cases
+from jflash.bench.kernels.cases import Op, make_attention_case, make_case
+from jflash.bench.kernels.times import COLUMNS, Case, Missing, measure, seconds_per_call, table
 from jflash.cli import bench_kernels, main
 from pallas_kernels.block_attention import triton
 from pallas_kernels.shapes import (
@@ -31,7 +31,7 @@ QUICK = {"bandwidth": 1e9, "rounds": 1, "round_seconds": 1e-4}
 
 @pytest.fixture
 def few_copies(monkeypatch):
-    monkeypatch.setattr("jflash.bench.kernel_times.MOST_COPIES", 2)
+    monkeypatch.setattr("jflash.bench.kernels.times.MOST_COPIES", 2)
 
 
 def tiny_case(shape: BlockShape = TINY, wrong: bool = False) -> Case:

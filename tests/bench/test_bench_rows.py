@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import jax
 
-from jflash.bench import row_speed
+from jflash.bench.serving import row_speed
 from jflash.budget.row_choice import row_counts
 from jflash.cli import main
 from jflash.cli.options.pair import DEFAULT_DRAFTER, DEFAULT_TARGET

@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jflash.bench import beside_form as beside_form_module
-from jflash.bench import serving_cases, stalls, steady
-from jflash.bench.http_clients import counted
-from jflash.bench.recording import of_mean, read_recording, recorded
-from jflash.bench.serving_cases import engine_for, layout_of, random_pair
-from jflash.bench.stalls import gaps
+from jflash.bench.serving import beside_form as beside_form_module
+from jflash.bench.serving import cases as serving_cases
+from jflash.bench.serving import stalls, steady
+from jflash.bench.serving.cases import engine_for, layout_of, random_pair
+from jflash.bench.serving.http_clients import counted
+from jflash.bench.serving.recording import of_mean, read_recording, recorded
+from jflash.bench.serving.stalls import gaps
 from jflash.cli import bench_serving, main
 from jflash.compiled.programs import Shape, new_state
 from jflash.records.decoding import Decoding

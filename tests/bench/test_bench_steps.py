@@ -6,12 +6,12 @@ from dataclasses import replace
 import jax.numpy as jnp
 import pytest
 
-from jflash.bench import case as case_module
-from jflash.bench import step_table
-from jflash.bench.finite import check_timed
 from jflash.bench.floors import add, draft_work, verify_work
 from jflash.bench.shapes import model_shape
-from jflash.bench.step_time import window_around
+from jflash.bench.steps import case as case_module
+from jflash.bench.steps import table as step_table
+from jflash.bench.steps.finite import check_timed
+from jflash.bench.steps.time import window_around
 from jflash.cli import main
 from jflash.cli.options.bench_steps import cases_of
 from jflash.compiled.programs import Shape, new_state

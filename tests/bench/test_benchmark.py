@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jflash.bench import case as benchmark_case
-from jflash.bench.case import Task, run_task, save_pair
 from jflash.bench.floors import Rates, add, draft_work, floor_seconds, verify_work
-from jflash.bench.report import case_text, collect
 from jflash.bench.shapes import SHAPES, model_shape
-from jflash.bench.step_time import busy_state, rewound, time_run, window_around
+from jflash.bench.steps import case as benchmark_case
+from jflash.bench.steps.case import Task, run_task, save_pair
+from jflash.bench.steps.report import case_text, collect
+from jflash.bench.steps.time import busy_state, rewound, time_run, window_around
 from jflash.compiled.programs import Shape, compile_run
 from jflash.devices.backends import with_backends
 from jflash.devices.structs import param_structs
@@ -29,7 +29,7 @@ from jflash.speculative import speculative_step
 from jflash.state import State
 from jflash.system.embedded import EMBEDDED_PAIR
 from pallas_kernels.gated_delta import CHUNK
-from pallas_kernels.matmul.fragments import Fragments
+from pallas_kernels.matmul.kept.fragments import Fragments
 from tables.cells import Result
 from tables.documents import with_tables
 from tests.support import described_gpu

@@ -6,7 +6,7 @@ import sys
 import jax
 import pytest
 
-from jflash.bench.report import SHARED
+from jflash.bench.steps.report import SHARED
 from jflash.cli import benchmark, main
 from jflash.records.kernels import BACKENDS
 from tests.support.reference import PYTHON, needs, path_of

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jflash.bench.steady import Moment, looked_at, steady
+from jflash.bench.serving.steady import Moment, looked_at, steady
 
 
 def moment(seconds, ended, waiting):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jflash.bench import widths
+from jflash.bench.steps import widths
 
 
 def test_a_geometric_profile_has_its_mean():

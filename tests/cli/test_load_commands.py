@@ -9,7 +9,7 @@ from jflash.cli.options.check_load import PAGE
 from jflash.cli.options.pair import model_options
 from jflash.cli.soak import server_options
 from jflash.proof.soak import GROWTH, Soak, problems_of
-from jflash.serving.layout import STEPS_OF_SMALL, STEPS_PER_CALL
+from jflash.serving.calls.layout import STEPS_OF_SMALL, STEPS_PER_CALL
 from pallas_kernels import block_attention
 
 WORDS = (

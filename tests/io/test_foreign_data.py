@@ -10,7 +10,7 @@ import pytest
 import transformers
 
 from jflash.io import convert_checkpoint, encode_prompt, load_target, load_tokenizer, stop_token_ids
-from jflash.io.gguf_checkpoint import open_gguf
+from jflash.io.gguf.checkpoint import open_gguf
 from jflash.io.hf_config import drafter_config, target_config
 from jflash.io.hf_rope import rope_config
 from tests.support.gguf_files import write_gguf

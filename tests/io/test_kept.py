@@ -27,8 +27,8 @@ from jflash.models.params import abstract_params, leaf_paths, random_params
 from jflash.pair import Models
 from jflash.records.kernels import AUTO, XLA, Kernels
 from jflash.records.specs import Kept
-from pallas_kernels.matmul.fragments import Fragments, fragments
-from pallas_kernels.matmul.quantised import Quantised, dequantised
+from pallas_kernels.matmul.kept.fragments import Fragments, fragments
+from pallas_kernels.matmul.kept.quantised import Quantised, dequantised
 from tests.support.described_gpu import H200, device_mesh
 from tests.support.quantised_files import CASES, quantise
 from tests.support.small_checkpoints import make_pair

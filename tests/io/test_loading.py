@@ -193,7 +193,7 @@ def test_every_header_and_config_is_read_once(form, pair, tmp_path, monkeypatch)
     readers = {
         "safetensors": "jflash.io.safetensors_checkpoint._tensors",
         "orbax": "jflash.io.orbax_checkpoint._stored",
-        "gguf": "jflash.io.gguf_file.read_header",
+        "gguf": "jflash.io.gguf.file.read_header",
     }
     honest, read = pkgutil.resolve_name(readers[form]), []
     monkeypatch.setattr(readers[form], lambda *given: read.append(given) or honest(*given))

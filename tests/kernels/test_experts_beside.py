@@ -18,7 +18,7 @@ from jflash.records.specs import MoeSpec
 from pallas_kernels.grouped_matmul import beside, canonical, sums
 from pallas_kernels.matmul import canonical as products
 from pallas_kernels.matmul import few_rows
-from pallas_kernels.matmul.quantised import Quantised
+from pallas_kernels.matmul.kept.quantised import Quantised
 from tests.support.attention_checks import ON_GPU
 
 HOW: dict[str, Any] = {"interpret": not ON_GPU}

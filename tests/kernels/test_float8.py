@@ -8,18 +8,12 @@ import ml_dtypes
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.matmul import (
-    float8_mosaic,
-    float8_triton,
-    gate_up,
-    head_argmax,
-    head_confidence,
-    head_logits,
-    matmul,
-    rounded_triton,
-)
+from pallas_kernels.matmul import gate_up, head_argmax, head_confidence, head_logits, matmul
 from pallas_kernels.matmul.few_rows import Tile
-from pallas_kernels.matmul.rounded import Rounded, rounded_rows, rounded_weight
+from pallas_kernels.matmul.float8 import mosaic as float8_mosaic
+from pallas_kernels.matmul.float8 import rounded_triton
+from pallas_kernels.matmul.float8 import triton as float8_triton
+from pallas_kernels.matmul.float8.rounded import Rounded, rounded_rows, rounded_weight
 
 M, K, N = 19, 256, 128
 TILE = Tile(rows=16, columns=32, depth=64)

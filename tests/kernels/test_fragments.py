@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jflash.proof.compiled import inspect
+from jflash.proof.program.compiled import inspect
 from pallas_kernels.matmul import gate_up, matmul, partial_products
-from pallas_kernels.matmul.fragments import (
+from pallas_kernels.matmul.kept.fragments import (
     COLUMNS,
     DEPTH,
     MAGIC,
@@ -19,7 +19,7 @@ from pallas_kernels.matmul.fragments import (
     fragments,
     refusal,
 )
-from pallas_kernels.matmul.quantised import Quantised, dequantised
+from pallas_kernels.matmul.kept.quantised import Quantised, dequantised
 from tests.support.described_gpu import H200, compile_for
 
 FP8 = jnp.float8_e4m3fn

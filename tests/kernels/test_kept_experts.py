@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.grouped_matmul import canonical, kept, kept_mosaic, tokens_of, used
-from pallas_kernels.matmul.fragments import fragments
-from pallas_kernels.matmul.quantised import Quantised, dequantised
+from pallas_kernels.matmul.kept.fragments import fragments
+from pallas_kernels.matmul.kept.quantised import Quantised, dequantised
 from tests.support.attention_checks import ON_GPU
 from tests.support.kept_interpreter import interpreted as interpreted
 

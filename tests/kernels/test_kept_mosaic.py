@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.matmul import kept_alone
-from pallas_kernels.matmul.fragments import fragments
-from pallas_kernels.matmul.kept_mosaic import Kept, product
-from pallas_kernels.matmul.quantised import Quantised, dequantised
+from pallas_kernels.matmul.kept import alone as kept_alone
+from pallas_kernels.matmul.kept.fragments import fragments
+from pallas_kernels.matmul.kept.mosaic import Kept, product
+from pallas_kernels.matmul.kept.quantised import Quantised, dequantised
 from tests.support.kept_interpreter import interpreted as interpreted
 
 K, N, F = 1024, 256, 128

@@ -19,7 +19,7 @@ from jflash.layers.gather import AXIS, gated_product, gather, pushing
 from pallas_kernels.gather import Places
 from pallas_kernels.gather.blocks import ALL, BLOCK, MOST, WAVES, Cut
 from pallas_kernels.matmul import gate_up, matmul, summed
-from pallas_kernels.matmul.pushed_plan import Plans, held, plans, turns
+from pallas_kernels.matmul.pushed.plan import Plans, held, plans, turns
 from pallas_kernels.matmul.tuning import SHARED_MEMORY, SMS
 from tests.support.attention_checks import ON_GPU
 from tests.support.described_gpu import H200, device_mesh

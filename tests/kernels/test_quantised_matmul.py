@@ -11,7 +11,7 @@ import pytest
 from pallas_kernels import grouped_matmul
 from pallas_kernels.grouped_matmul import triton
 from pallas_kernels.matmul import canonical, gate_up, matmul, partial_products
-from pallas_kernels.matmul.quantised import Quantised, dequantised
+from pallas_kernels.matmul.kept.quantised import Quantised, dequantised
 from tests.support.described_gpu import H200, compile_for
 
 K, N, FP8 = 192, 128, jnp.float8_e4m3fn

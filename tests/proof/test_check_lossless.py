@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jflash.bench.shape_parts import ModelShape
 from jflash.bench.shapes import SHAPES
+from jflash.bench.shapes.parts import ModelShape
 from jflash.cli import check_lossless, main
 from jflash.compiled.programs import new_state
 from jflash.proof import cases as lossless_cases

@@ -13,8 +13,8 @@ from jflash.bench.shapes import SHAPES, model_shape
 from jflash.cli import check_program, main
 from jflash.layers.gather import AXIS
 from jflash.proof.devices import FAULTS
-from jflash.proof.gates import Result
-from jflash.proof.step_program import cut
+from jflash.proof.program.gates import Result
+from jflash.proof.program.step_program import cut
 from tests.support.described_gpu import H200, device_mesh
 
 SMALL = ["--shape", "tiny", "--capacity", "512"]

@@ -25,9 +25,9 @@ from jflash.layers.gather import AXIS
 from jflash.memory import memory_budget
 from jflash.models.decoder import Target
 from jflash.pair import Models
-from jflash.proof.compiled import inspect
 from jflash.proof.devices import added_over_devices
-from jflash.proof.gates import (
+from jflash.proof.program.compiled import inspect
+from jflash.proof.program.gates import (
     Program,
     bounded_temporaries,
     check,
@@ -40,20 +40,15 @@ from jflash.proof.gates import (
     read_kernels,
     read_thunks,
 )
-from jflash.proof.hlo import parse
-from jflash.proof.step_program import (
-    StepProgram,
-    cut,
-    models_of,
-    step_program,
-)
+from jflash.proof.program.hlo import parse
+from jflash.proof.program.step_program import StepProgram, cut, models_of, step_program
 from jflash.records.specs import DeltaSpec, Kept
 from jflash.speculative import draft, speculative_step, verify
 from pallas_kernels import block_attention as attention_op
 from pallas_kernels.block_attention import block_attention
 from pallas_kernels.choice import best
-from pallas_kernels.matmul.fragments import Fragments
-from pallas_kernels.matmul.rounded import Rounded
+from pallas_kernels.matmul.float8.rounded import Rounded
+from pallas_kernels.matmul.kept.fragments import Fragments
 from pallas_kernels.shapes import BLOCK_ATTENTION
 from tests.support.described_gpu import A100, H200, L4, Part, compile_for, device_mesh, lower_for
 

@@ -8,10 +8,10 @@ import pytest
 from jflash.devices.backends import with_backends
 from jflash.proof import kept_forms
 from jflash.proof.kept_forms import as_arrays_and_codes, check_kept, with_another_code
-from jflash.proof.law_forms import OWN, Way
-from jflash.proof.law_text import law_failures
-from pallas_kernels.matmul.fragments import Fragments, fragments
-from pallas_kernels.matmul.quantised import Quantised, dequantised
+from jflash.proof.law.forms import OWN, Way
+from jflash.proof.law.text import law_failures
+from pallas_kernels.matmul.kept.fragments import Fragments, fragments
+from pallas_kernels.matmul.kept.quantised import Quantised, dequantised
 from tests.support.attention_checks import ON_GPU
 from tests.support.lossless_case import small_case
 

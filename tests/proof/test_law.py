@@ -13,12 +13,15 @@ from jflash.layers.passes import Block
 from jflash.models.decoder import Target
 from jflash.models.params import abstract_params
 from jflash.pair import Models
-from jflash.proof import faults, law_bench, law_forms, law_prompts
+from jflash.proof import faults
 from jflash.proof import law as law_check
 from jflash.proof.digest import Digest, apart
 from jflash.proof.faults import planted
-from jflash.proof.law_forms import OWN, PLAIN, REPLAY, Form, Way
-from jflash.proof.law_text import law_failures, shortfalls
+from jflash.proof.law import bench as law_bench
+from jflash.proof.law import forms as law_forms
+from jflash.proof.law import prompts as law_prompts
+from jflash.proof.law.forms import OWN, PLAIN, REPLAY, Form, Way
+from jflash.proof.law.text import law_failures, shortfalls
 from jflash.proof.lossless import Executable, compile_executable
 from jflash.records.kernels import XLA, Kernels
 from jflash.records.specs import MoeSpec

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jflash.bench.shape_parts import ModelShape
 from jflash.bench.shapes import SHAPES, model_shape
+from jflash.bench.shapes.parts import ModelShape
 from jflash.cli import main
 from jflash.models.decoder import Target
 from jflash.models.params import SCALE, random_weights

@@ -13,8 +13,8 @@ from jflash.server import chat, completions
 from jflash.server import service as services
 from jflash.server.requests import LONGEST_STOP, MOST_ANSWERS, MOST_STOPS
 from jflash.server.service import MANY
-from jflash.serving.answering import COMPILERS, answer
-from jflash.serving.remote import Asked, Left
+from jflash.serving.pipe.answering import COMPILERS, answer
+from jflash.serving.pipe.remote import Asked, Left
 from jflash.serving.request import Full, Request
 from jflash.serving.stats import Stats
 from tests.support.letters import END, letters_tokenizer

@@ -22,9 +22,9 @@ from jflash.compiled.programs import Shape
 from jflash.server.app import make_app
 from jflash.server.metrics import Metrics, Times
 from jflash.server.run import listen, server_of
+from jflash.serving.calls.layout import Layout
 from jflash.serving.grammar import Opening
 from jflash.serving.handle import Handle
-from jflash.serving.layout import Layout
 from jflash.serving.limits import check
 from jflash.serving.request import Request
 from tests.support.letters import END, END_OF_THOUGHTS, letters_tokenizer

@@ -9,8 +9,8 @@ import pytest
 from jflash.generate import generate
 from jflash.records.decoding import GREEDY, Decoding, Sampling
 from jflash.serving.batch import Job, layout_for, serve
-from jflash.serving.layout import settled
-from jflash.serving.loop import Loop
+from jflash.serving.calls.layout import settled
+from jflash.serving.thread.loop import Loop
 from tests.support.pairs import prompts, random_pair, replay_pair, unit_head
 
 STOPS = [3, 9]

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from jflash.serving import device_time
-from jflash.serving.device_time import DeviceTime, Dispatched, UnderWay
+from jflash.serving.thread import device_time
+from jflash.serving.thread.device_time import DeviceTime, Dispatched, UnderWay
 
 
 class Filled:

@@ -13,9 +13,9 @@ from jflash.budget.row_choice import ChosenRows
 from jflash.generate import Pair
 from jflash.records.kernels import AUTO
 from jflash.serving.engine import Engine
-from jflash.serving.in_order import InOrder
 from jflash.serving.request import Event, Failed, Request
-from jflash.serving.work import close_all
+from jflash.serving.thread.in_order import InOrder
+from jflash.serving.thread.work import close_all
 from tests.support.pairs import one_arithmetic, random_pair
 
 PATIENCE = 60.0  # seconds

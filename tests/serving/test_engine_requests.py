@@ -16,10 +16,11 @@ import pytest
 
 from jflash.generate import generate
 from jflash.records.decoding import Decoding, Sampling
-from jflash.serving import device, limits
+from jflash.serving import limits
 from jflash.serving.engine import Engine
 from jflash.serving.request import Full, Request
 from jflash.serving.stats import SIZES, Stats
+from jflash.serving.thread import device
 from tests.support.pairs import one_arithmetic, prompts, random_pair
 
 

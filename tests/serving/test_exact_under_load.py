@@ -16,16 +16,16 @@ from jflash.proof import forms, under_load
 from jflash.proof.under_load import DRAWN, Load
 from jflash.records.decoding import GREEDY, Decoding
 from jflash.records.kernels import AUTO
-from jflash.serving import layout as layouts
-from jflash.serving import programs
-from jflash.serving.device_time import DeviceTime
+from jflash.serving.calls import layout as layouts
+from jflash.serving.calls import programs
+from jflash.serving.calls.layout import KINDS, Kind, Layout, Several
 from jflash.serving.engine import STALL, Engine
 from jflash.serving.handle import Handle, result_of
-from jflash.serving.job import Job
-from jflash.serving.layout import KINDS, Kind, Layout, Several
-from jflash.serving.loop import Loop
-from jflash.serving.prompts import Prompts
 from jflash.serving.request import Event, Request, Result
+from jflash.serving.thread.device_time import DeviceTime
+from jflash.serving.thread.job import Job
+from jflash.serving.thread.loop import Loop
+from jflash.serving.thread.prompts import Prompts
 from pallas_kernels.block_attention import PAGE
 from tests.support.attention_checks import ON_GPU
 from tests.support.pairs import one_arithmetic, prompts, random_pair, target_config

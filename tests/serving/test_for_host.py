@@ -12,10 +12,10 @@ import pytest
 from jflash.compiled.programs import Shape
 from jflash.generate import Pair
 from jflash.pair import Models
-from jflash.serving import programs
-from jflash.serving.layout import Layout
-from jflash.serving.packing import Report
-from jflash.serving.programs import for_host
+from jflash.serving.calls import programs
+from jflash.serving.calls.layout import Layout
+from jflash.serving.calls.packing import Report
+from jflash.serving.calls.programs import for_host
 from tests.support.pairs import random_pair
 
 

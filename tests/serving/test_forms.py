@@ -8,12 +8,12 @@ import pytest
 
 from jflash.compiled.programs import Shape
 from jflash.generate import Pair, generate
+from jflash.serving.calls.layout import Layout
 from jflash.serving.grammar import Grammar, Grammars, Matcher
 from jflash.serving.handle import Handle
-from jflash.serving.job import Job
-from jflash.serving.layout import Layout
-from jflash.serving.loop import Loop
 from jflash.serving.request import Event, Request
+from jflash.serving.thread.job import Job
+from jflash.serving.thread.loop import Loop
 from tests.support.attention_checks import ON_GPU
 from tests.support.letters import DIGITS, END, letters_tokenizer
 from tests.support.pairs import one_arithmetic, prompts, random_pair

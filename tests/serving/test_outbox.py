@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from jflash.serving.outbox import AT_ONCE, Outbox
-from jflash.serving.remote import News, Remote, Sizes
+from jflash.serving.pipe.outbox import AT_ONCE, Outbox
+from jflash.serving.pipe.remote import News, Remote, Sizes
 from jflash.serving.request import Failed, Request
 from jflash.serving.stats import Stats
 

@@ -17,9 +17,9 @@ from jflash.models.dflash import Drafter
 from jflash.pair import Models, Params
 from jflash.records.kernels import XLA
 from jflash.records.specs import MoeSpec
-from jflash.serving import prefill
-from jflash.serving.layout import Layout
-from jflash.serving.packing import (
+from jflash.serving.calls import prefill
+from jflash.serving.calls.layout import Layout
+from jflash.serving.calls.packing import (
     CONTROL,
     FRESH,
     Row,
@@ -29,9 +29,9 @@ from jflash.serving.packing import (
     row_of,
     row_size,
 )
-from jflash.serving.programs import of_all_kinds
+from jflash.serving.calls.programs import of_all_kinds
+from jflash.serving.calls.slots import empty_state, table_columns
 from jflash.serving.request import Request
-from jflash.serving.slots import empty_state, table_columns
 from jflash.speculative import apply
 from tests.support.attention_checks import ON_GPU
 from tests.support.pairs import (

@@ -11,16 +11,16 @@ from jflash.compiled.programs import Shape
 from jflash.memory import tree_bytes
 from jflash.proof.under_load import DRAWN
 from jflash.records.kernels import AUTO, XLA, Kernels
-from jflash.serving import layout as layouts
+from jflash.serving.calls import layout as layouts
+from jflash.serving.calls.layout import Layout, settled
+from jflash.serving.calls.packing import all_taken
+from jflash.serving.calls.slots import empty_state
 from jflash.serving.engine import Engine
 from jflash.serving.handle import Handle, result_of
-from jflash.serving.job import Job
-from jflash.serving.layout import Layout, settled
-from jflash.serving.loop import Loop
-from jflash.serving.packing import all_taken
+from jflash.serving.paging.room import needed
 from jflash.serving.request import Event, Full, Request, Result
-from jflash.serving.room import needed
-from jflash.serving.slots import empty_state
+from jflash.serving.thread.job import Job
+from jflash.serving.thread.loop import Loop
 from tests.support.attention_checks import ON_GPU
 from tests.support.pairs import one_arithmetic, prompts, random_pair
 

@@ -9,11 +9,8 @@ import pytest
 from jflash.compiled.programs import Shape
 from jflash.proof.under_load import DRAWN
 from jflash.records.kernels import XLA, Kernels
-from jflash.serving import layout as layouts
-from jflash.serving.engine import Engine
-from jflash.serving.handle import Handle, result_of
-from jflash.serving.job import Job
-from jflash.serving.layout import (
+from jflash.serving.calls import layout as layouts
+from jflash.serving.calls.layout import (
     STEPS_OF_SMALL,
     STEPS_PER_CALL,
     Layout,
@@ -25,10 +22,13 @@ from jflash.serving.layout import (
     several_prompts,
     steps_of_call,
 )
-from jflash.serving.loop import Loop
-from jflash.serving.prompts import Prompts, counts
+from jflash.serving.engine import Engine
+from jflash.serving.handle import Handle, result_of
 from jflash.serving.request import Event, Request, Result
 from jflash.serving.schedule import Pass
+from jflash.serving.thread.job import Job
+from jflash.serving.thread.loop import Loop
+from jflash.serving.thread.prompts import Prompts, counts
 from tests.support.attention_checks import ON_GPU
 from tests.support.pairs import hybrid_pair, one_arithmetic, prompts, random_pair
 

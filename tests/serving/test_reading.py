@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from jflash.compiled.programs import Shape
+from jflash.serving.calls.layout import Layout
 from jflash.serving.engine import Engine
 from jflash.serving.handle import Handle
-from jflash.serving.job import Job
-from jflash.serving.layout import Layout
-from jflash.serving.loop import Loop
-from jflash.serving.reading import Unread
 from jflash.serving.request import Event, Failed, Request
+from jflash.serving.thread.job import Job
+from jflash.serving.thread.loop import Loop
+from jflash.serving.thread.reading import Unread
 from tests.support.pairs import prompts, random_pair
 
 PLACES, STEPS, CHUNK, CONTEXT = 2, 2, 32, 192

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from jflash.serving import answering
-from jflash.serving.answering import answer
 from jflash.serving.engine import Engine
 from jflash.serving.grammar import Grammars
 from jflash.serving.handle import Handle
-from jflash.serving.remote import News, Remote, Sizes, hang_up
+from jflash.serving.pipe import answering
+from jflash.serving.pipe.answering import answer
+from jflash.serving.pipe.remote import News, Remote, Sizes, hang_up
 from jflash.serving.request import Event, Failed, FinishReason, Full, Request
 from tests.support.letters import END, letters_tokenizer
 from tests.support.pairs import one_arithmetic, random_pair

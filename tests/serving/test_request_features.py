@@ -17,9 +17,9 @@ from jflash.records.decoding import Sampling
 from jflash.serving.engine import Engine
 from jflash.serving.grammar import Grammars, Kind, Matcher, Opening, fill
 from jflash.serving.handle import Handle
-from jflash.serving.job import Job
-from jflash.serving.loop import Loop
 from jflash.serving.request import Request
+from jflash.serving.thread.job import Job
+from jflash.serving.thread.loop import Loop
 from jflash.system.embedded import EMBEDDED_PAIR
 from jflash.tokens.logprobs import scored
 from jflash.tokens.shaping import Shaping, constrained, shaped

@@ -10,8 +10,8 @@ from jflash.generate import generate
 from jflash.records.decoding import Decoding
 from jflash.serving.engine import Engine
 from jflash.serving.handle import Handle
-from jflash.serving.loop import Loop
 from jflash.serving.request import Event, Failed, Request
+from jflash.serving.thread.loop import Loop
 from tests.support.pairs import random_pair
 
 PATIENCE = 60

@@ -10,12 +10,12 @@ from jflash.generate import Pair, generate
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.records.decoding import Sampling
+from jflash.serving.calls.layout import Layout
 from jflash.serving.engine import Engine
 from jflash.serving.handle import Handle, result_of
-from jflash.serving.job import Job
-from jflash.serving.layout import Layout
-from jflash.serving.loop import Loop
 from jflash.serving.request import Event, Request, Result
+from jflash.serving.thread.job import Job
+from jflash.serving.thread.loop import Loop
 from tests.support.attention_checks import ON_GPU
 from tests.support.pairs import (
     drafter_config,

@@ -14,8 +14,8 @@ import pytest
 from jflash.budget.rounds import Round, Rounds, Step
 from jflash.budget.row_choice import ChosenRows
 from jflash.rows import BINS, SURVEYED, Survey
-from jflash.serving import device_time
-from jflash.serving.device_time import PROMPTS, DeviceTime, Dispatched, UnderWay
+from jflash.serving.thread import device_time
+from jflash.serving.thread.device_time import PROMPTS, DeviceTime, Dispatched, UnderWay
 
 WIDTH, LENGTH = 16, 200  # rows of a block; tokens of a text
 EASY, HARD = 0.8, 0.15  # the share of drafts that are nearly certain

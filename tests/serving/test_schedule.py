@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jflash.serving.pages import PAGE, Pages, chain
+from jflash.serving.calls.slots import Window
+from jflash.serving.paging.pages import PAGE, Pages, chain
+from jflash.serving.paging.sliding import Held, Sliding
 from jflash.serving.schedule import Order, Plan, Running, Waiting, plan
-from jflash.serving.sliding import Held, Sliding
-from jflash.serving.slots import Window
 
 NOTHING = Plan((), (), (), (), (), ())
 HOW: dict[str, Any] = dict(clock=0.0, burst=2, each=9)

@@ -10,11 +10,8 @@ import pytest
 from jflash.compiled.programs import Shape
 from jflash.proof.under_load import DRAWN
 from jflash.records.kernels import AUTO, XLA, Kernels
-from jflash.serving import device
-from jflash.serving.engine import Engine
-from jflash.serving.layout import Layout
-from jflash.serving.request import Request, Result
-from jflash.serving.some_slots import (
+from jflash.serving.calls.layout import Layout
+from jflash.serving.calls.some_slots import (
     Stepping,
     first_of,
     given_slots,
@@ -22,6 +19,9 @@ from jflash.serving.some_slots import (
     slot_counts,
     steppings,
 )
+from jflash.serving.engine import Engine
+from jflash.serving.request import Request, Result
+from jflash.serving.thread import device
 from tests.support.attention_checks import ON_GPU
 from tests.support.pairs import one_arithmetic, prompts, random_pair
 

@@ -13,18 +13,18 @@ from jflash.layers.cache import DeltaCache
 from jflash.memory import memory_budget, tree_bytes
 from jflash.proof import under_load
 from jflash.proof.under_load import DRAWN, Load
-from jflash.serving.constrained import kept_bytes
-from jflash.serving.copies import Copies, delta_nets
+from jflash.serving.calls.constrained import kept_bytes
+from jflash.serving.calls.layout import Layout, engine_chunk, settled
+from jflash.serving.calls.slots import empty_state
 from jflash.serving.engine import Engine
 from jflash.serving.handle import Handle, result_of
-from jflash.serving.job import Job
-from jflash.serving.layout import Layout, engine_chunk, settled
-from jflash.serving.loop import Loop
+from jflash.serving.paging.copies import Copies, delta_nets
+from jflash.serving.paging.room import needed, pages_within
+from jflash.serving.paging.states import States, borders, leaving, states_kept
 from jflash.serving.request import Event, Request, Result
-from jflash.serving.room import needed, pages_within
 from jflash.serving.schedule import Pass, passes
-from jflash.serving.slots import empty_state
-from jflash.serving.states import States, borders, leaving, states_kept
+from jflash.serving.thread.job import Job
+from jflash.serving.thread.loop import Loop
 from tests.support.attention_checks import ON_GPU
 from tests.support.pairs import hybrid_pair, knowing, prompts, random_pair
 from tests.support.virtual_devices import result, start

@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 
 from jflash.generate import Pair
-from jflash.serving.copies import delta_nets
 from jflash.serving.handle import result_of
+from jflash.serving.paging.copies import delta_nets
 from jflash.serving.request import Event
 from pallas_kernels.gated_delta import triton
 from tests.serving.test_states import asked, job_of, loop_of, same, told

@@ -2,7 +2,7 @@
 
 import random
 
-from jflash.serving.turns import Turns
+from jflash.serving.pipe.turns import Turns
 
 
 def test_the_soon_ones_go_first_and_each_brings_all_that_came():

@@ -21,9 +21,9 @@ from jflash.pair import Models, Params
 from jflash.records.config import second_version
 from jflash.records.decoding import Decoding, Sampling
 from jflash.speculative import apply
-from pallas_kernels.matmul.fragments import Fragments, fragments
-from pallas_kernels.matmul.quantised import Quantised, dequantised
-from pallas_kernels.matmul.rounded import Rounded, rounded_weight
+from pallas_kernels.matmul.float8.rounded import Rounded, rounded_weight
+from pallas_kernels.matmul.kept.fragments import Fragments, fragments
+from pallas_kernels.matmul.kept.quantised import Quantised, dequantised
 from tests.support.pairs import (
     drafter_config,
     one_arithmetic,

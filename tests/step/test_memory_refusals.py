@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from jflash import memory
-from jflash.bench import case as benchmark_case
-from jflash.bench.case import Task, run_task
+from jflash.bench.steps import case as benchmark_case
+from jflash.bench.steps.case import Task, run_task
 from jflash.cli import main
 from jflash.cli.command import run_command
 from jflash.io import assemble

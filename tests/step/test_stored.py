@@ -15,13 +15,13 @@ from jax.sharding import Mesh
 from jflash.compiled import program_names, programs, stored
 from jflash.generate import generate
 from jflash.proof.faults import FAULTS, planted
-from jflash.serving import programs as engines
+from jflash.serving.calls import programs as engines
 from jflash.serving.engine import Engine
 from jflash.serving.request import Request
 from jflash.system import sources
 from pallas_kernels.matmul import tiles
 from pallas_kernels.matmul.few_rows import Tile
-from pallas_kernels.matmul.quantised import Quantised
+from pallas_kernels.matmul.kept.quantised import Quantised
 from pallas_kernels.matmul.tiles import Product
 from tests.conftest import jax_options
 from tests.support.pairs import one_arithmetic, prompts, random_pair

@@ -15,7 +15,7 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jflash.proof.compiled import Options
+from jflash.proof.program.compiled import Options
 
 
 class Part(NamedTuple):

@@ -12,8 +12,9 @@ import pytest
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.matmul import kept_mosaic, kept_pairs
-from pallas_kernels.matmul.fragments import COLUMNS, DEPTH, PAIRED, Fragments
+from pallas_kernels.matmul.kept import mosaic as kept_mosaic
+from pallas_kernels.matmul.kept import pairs as kept_pairs
+from pallas_kernels.matmul.kept.fragments import COLUMNS, DEPTH, PAIRED, Fragments
 
 
 def converted(ref, w: Fragments):

@@ -51,7 +51,7 @@ from jflash.proof import devices as devices_module
 from jflash.proof.cases import Case
 from jflash.proof.devices import added_over_devices, shared_pair
 from jflash.proof.kept_forms import as_codes
-from jflash.proof.step_program import cut, models_of
+from jflash.proof.program.step_program import cut, models_of
 from jflash.records import parts as parts_module
 from jflash.records.config import second_version
 from jflash.records.kernels import XLA, Kernels
@@ -59,8 +59,8 @@ from jflash.records.leaves import Leaf
 from jflash.records.specs import DeltaSpec, Kept, MoeSpec
 from jflash.speculative import commit, draft, verify
 from jflash.system.embedded import EMBEDDED_PAIR as TINY
-from pallas_kernels.matmul.quantised import Quantised
-from pallas_kernels.matmul.rounded import Rounded
+from pallas_kernels.matmul.float8.rounded import Rounded
+from pallas_kernels.matmul.kept.quantised import Quantised
 from tests.support.pairs import HYBRID, drafter_config, random_params, target_config
 from tests.support.quantised_files import CASES, quantise
 from tests.support.small_checkpoints import make_pair

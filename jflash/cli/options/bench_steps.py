@@ -8,7 +8,7 @@ import argparse
 from pathlib import Path
 
 from jflash.bench.shapes import QUANTISED, check_quantised, form_of, model_shape
-from jflash.bench.step_cases import KINDS, PLACES, ROWS, Case, rows_of
+from jflash.bench.steps.cases import KINDS, PLACES, ROWS, Case, rows_of
 from jflash.cli.command import Options, Parser
 from jflash.cli.options.pair import check_shared, shared_options
 from jflash.cli.options.results import backend_options

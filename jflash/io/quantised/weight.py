@@ -16,7 +16,7 @@ from jaxtyping import Float, Int, Int32, Integer, Num, UInt8
 from jflash.io import read_ahead
 from jflash.io.read_ahead import Piece
 from jflash.records.specs import Kept
-from pallas_kernels.matmul.fragments import LARGEST_SCALE
+from pallas_kernels.matmul.kept.fragments import LARGEST_SCALE
 
 FLOAT_SCALES = ("F32", "BF16", "F16")
 FLOAT8_CODES = ("F8_E4M3",)

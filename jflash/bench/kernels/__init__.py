@@ -1,0 +1,1 @@
+"""Times of one operation at a time."""

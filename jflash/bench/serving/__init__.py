@@ -1,0 +1,1 @@
+"""Times of requests through the engine and over HTTP."""

@@ -1,0 +1,1 @@
+"""Times of whole steps and prompts."""

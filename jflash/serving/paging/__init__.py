@@ -1,0 +1,1 @@
+"""Where requests' keys, values and states lie: pages, windows, copies, and the room for them."""

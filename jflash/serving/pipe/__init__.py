@@ -1,0 +1,1 @@
+"""An engine of another process: what goes through a pipe, and both its ends."""

@@ -1,0 +1,1 @@
+"""The thread that drives a device: what the next round is, and what the last one gave."""

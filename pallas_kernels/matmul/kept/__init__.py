@@ -1,0 +1,1 @@
+"""Products with weights that are kept as codes."""
