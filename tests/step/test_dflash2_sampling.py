@@ -25,9 +25,18 @@ from jflash.state import State
 from jflash.tokens import drafts
 from jflash.tokens.sampling import filters_of
 from tests.step import test_sampling_distribution as version_1
-from tests.step.test_sampling_distribution import NEW, PROMPT, V, W, along, p_value, paths, target_p
 from tests.support.attention_checks import FULLY
 from tests.support.pairs import random_params
+from tests.tokens.test_sampling_distribution import (
+    NEW,
+    PROMPT,
+    V,
+    W,
+    along,
+    p_value,
+    paths,
+    target_p,
+)
 
 K, BATCH, CALLS = 3, 25_000, 8  # candidates of a place; 200,000 samples a mode
 MODES = {name: version_1.MODES[name] for name in ("temperature", "top-p", "all")}

@@ -18,8 +18,8 @@ from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.pair import Models, Params
 from tests.step import test_sampling_distribution as plain
-from tests.step.test_sampling_distribution import MODES, SOON, p_value, samples, target_logits
 from tests.support.numpy_filters import filtered
+from tests.tokens.test_sampling_distribution import MODES, SOON, p_value, samples, target_logits
 
 MODE = MODES["temperature"]
 LEVEL = 0.001 / 2
