@@ -24,9 +24,9 @@ from jflash.speculative import draft
 from jflash.state import State
 from jflash.tokens import drafts
 from jflash.tokens.sampling import filters_of
-from tests.step import test_sampling_distribution as version_1
 from tests.support.attention_checks import FULLY
 from tests.support.pairs import random_params
+from tests.tokens import test_sampling_distribution as version_1
 from tests.tokens.test_sampling_distribution import (
     NEW,
     PROMPT,

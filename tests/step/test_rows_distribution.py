@@ -19,7 +19,7 @@ from jflash.rows import empty_survey
 from jflash.speculative import block_positions
 from jflash.tokens.sampling import filters_of, uniforms
 from tests.step import test_dflash2_sampling as version_2
-from tests.step import test_sampling_distribution as version_1
+from tests.tokens import test_sampling_distribution as version_1
 from tests.tokens.test_sampling_distribution import MODES, NEW, PROMPT, SOON, V, p_value
 
 BATCH, ROWS, GROUPS = 4, 7, 2500

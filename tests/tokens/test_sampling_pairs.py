@@ -17,8 +17,8 @@ from jflash.devices.mesh import with_context, with_rounding
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.pair import Models, Params
-from tests.step import test_sampling_distribution as plain
 from tests.support.numpy_filters import filtered
+from tests.tokens import test_sampling_distribution as plain
 from tests.tokens.test_sampling_distribution import MODES, SOON, p_value, samples, target_logits
 
 MODE = MODES["temperature"]
