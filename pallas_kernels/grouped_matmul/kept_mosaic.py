@@ -1,6 +1,6 @@
 """Products of experts' codes, on Hopper: each tile of rows by its expert, as dense codes are.
 
-`matmul.kept_mosaic` says how codes become sums, and in which order. Here CTAs stay: each takes
+`matmul.kept.mosaic` says how codes become sums, and in which order. Here CTAs stay: each takes
 every G-th pair of a tile of rows and a tile of columns, so those that a routing leaves over cost
 nothing, and the ring runs on from one pair to the next.
 """

@@ -18,7 +18,7 @@ from pallas_kernels.matmul.kept.fragments import COLUMNS, DEPTH, PAIRED, Fragmen
 
 
 def converted(ref, w: Fragments):
-    """As `kept_mosaic.converted`, of FP8 in one group a tile; thread, word, half, pair."""
+    """As `kept.mosaic.converted`, of FP8 in one group a tile; thread, word, half, pair."""
     words = ref[...]
     mine = words[: w.code_rows].reshape(4, 128, 4).swapaxes(0, 1).reshape(4, 8, 4, 16, 1, 1)
     if w.narrow:

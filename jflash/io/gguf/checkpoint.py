@@ -20,7 +20,7 @@ from gguf.quants import dequantize, quant_shape_to_byte_shape
 from jflash.io.assemble import fill_leaves
 from jflash.io.folder import Fill, check_tokenizer, read_config
 from jflash.io.foreign import named
-from jflash.io.gguf import drafter as gguf_drafter
+from jflash.io.gguf import drafter
 from jflash.io.gguf.config import ROPE_FACTORS, architecture, hf_config_of, stop_ids
 from jflash.io.gguf.file import GgufFile, read_gguf
 from jflash.io.gguf.header import Stored
@@ -51,12 +51,12 @@ class Gguf:
     @functools.cached_property
     def raw(self) -> dict[str, Any]:
         """The file's metadata as a config.json."""
-        read = gguf_drafter.config_of if self.is_drafter else hf_config_of
+        read = drafter.config_of if self.is_drafter else hf_config_of
         return read(self.file)
 
     @property
     def is_drafter(self) -> bool:
-        return architecture(self.file) == gguf_drafter.ARCHITECTURE
+        return architecture(self.file) == drafter.ARCHITECTURE
 
     def config[C](self, read: Callable[[dict[str, Any]], C]) -> C:
         """The config through one of hf_config's readers; its errors name the file."""
@@ -122,7 +122,7 @@ def _fitting_names(
     """The file's names by Hugging Face's; ValueError if the file is unfit."""
     parts = [part for parts in sources.values() for part in parts]
     if isinstance(config, DrafterConfig):
-        names = {part.name: gguf_drafter.stored_name(part.name) for part in parts}
+        names = {part.name: drafter.stored_name(part.name) for part in parts}
     else:
         table = get_tensor_name_map(_NAMES[architecture(file)], config.num_layers)
         endings = (".weight", ".bias")

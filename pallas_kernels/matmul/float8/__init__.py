@@ -20,9 +20,7 @@ from jaxtyping import Array, DTypeLike, Float, Int
 
 from pallas_kernels.halves import Firsts, halves
 from pallas_kernels.matmul.few_rows import Tile, silu_times
-from pallas_kernels.matmul.float8 import mosaic as float8_mosaic
-from pallas_kernels.matmul.float8 import rounded_triton
-from pallas_kernels.matmul.float8 import triton as float8_triton
+from pallas_kernels.matmul.float8 import mosaic, rounded_triton, triton
 from pallas_kernels.matmul.float8.rounded import Rounded, rounded_rows
 
 FEW_ROWS = 16
@@ -49,9 +47,7 @@ def gate_up(
     if (tile := tile_for(len(x), K, N // 2, backend)) is not None:
         return _gate_up(x, w, tile, firsts)
     if _by_mosaic(K, N // 2, backend):
-        return float8_mosaic.product(
-            rounded_triton.rounded_rows(x), w, dtype=x.dtype, halves=firsts
-        )
+        return mosaic.product(rounded_triton.rounded_rows(x), w, dtype=x.dtype, halves=firsts)
     return silu_times(*halves(_sums(x, w), firsts)).astype(x.dtype)
 
 
@@ -65,7 +61,7 @@ def head_largest(
     if (tile := tile_for(len(x), *head.shape, backend)) is not None:
         return _largest(x, head, tile)
     if _by_mosaic(*head.shape, backend):
-        return float8_mosaic.best(rounded_triton.rounded_rows(x), head, sums=False)
+        return mosaic.best(rounded_triton.rounded_rows(x), head, sums=False)
     sums = _sums(x, head)
     return jnp.argmax(sums, axis=-1).astype(jnp.int32), jnp.max(sums, axis=-1)
 
@@ -74,7 +70,7 @@ def head_confidence(
     x: Float[Array, "M K"], head: Rounded, *, backend: str
 ) -> tuple[Int[Array, " M"], Float[Array, " M"]]:
     if _by_mosaic(*head.shape, backend):
-        return float8_mosaic.best(rounded_triton.rounded_rows(x), head, sums=True)
+        return mosaic.best(rounded_triton.rounded_rows(x), head, sums=True)
     logits = _sums(x, head)
     largest = jnp.max(logits, axis=-1, keepdims=True)
     return jnp.argmax(logits, axis=-1).astype(jnp.int32), jnp.sum(jnp.exp(logits - largest), -1)
@@ -99,14 +95,14 @@ def tile_for(M: int, K: int, columns: int, backend: str) -> Tile | None:
 
 
 def _by_mosaic(K: int, columns: int, backend: str) -> bool:
-    return backend == "canonical" and float8_mosaic.refusal(K, columns) is None
+    return backend == "canonical" and mosaic.refusal(K, columns) is None
 
 
 def _product(
     x: Float[Array, "M K"], w: Rounded, dtype: DTypeLike, backend: str
 ) -> Float[Array, "M N"]:
     if _by_mosaic(*w.shape, backend):
-        return float8_mosaic.product(rounded_triton.rounded_rows(x), w, dtype=dtype)
+        return mosaic.product(rounded_triton.rounded_rows(x), w, dtype=dtype)
     return _sums(x, w).astype(dtype)
 
 
@@ -121,15 +117,15 @@ def _sums(x: Float[Array, "M K"], w: Rounded) -> Float[Array, "M N"]:
 # One inner jit each: the call sites of all layers then share one compiled kernel.
 @functools.partial(jax.jit, static_argnums=3)
 def _matmul(x, w, residual, tile: Tile):
-    return float8_triton.product(x, w, residual, tile=tile)
+    return triton.product(x, w, residual, tile=tile)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _gate_up(x, w, tile: Tile, firsts: Firsts):
-    return float8_triton.product(x, w, tile=tile, halves=firsts)
+    return triton.product(x, w, tile=tile, halves=firsts)
 
 
 @functools.partial(jax.jit, static_argnums=2)
 def _largest(x, head, tile: Tile):
-    best, ids = float8_triton.best_of_tiles(x, head, tile=tile)
+    best, ids = triton.best_of_tiles(x, head, tile=tile)
     return jnp.take_along_axis(ids, jnp.argmax(best, axis=0)[None], axis=0)[0], best.max(axis=0)

@@ -14,8 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.matmul.kept import mosaic as kept_mosaic
-from pallas_kernels.matmul.kept import pairs as kept_pairs
+from pallas_kernels.matmul.kept import mosaic, pairs
 from pallas_kernels.matmul.kept.fragments import COLUMNS, DEPTH, ROW, Fragments
 from pallas_kernels.matmul.mosaic_kernel import tiled
 
@@ -38,7 +37,7 @@ def _slots(w: Fragments, rows: int) -> tuple[int, int]:
 
 
 def gated(x: Float[Array, "M K"], w: Fragments) -> Float[Array, "M F"]:
-    """As `kept_mosaic.product` of paired columns."""
+    """As `mosaic.product` of paired columns."""
     M, K = x.shape
     if M > 8 and M % 8:
         return gated(jnp.pad(x, ((0, -M % 8), (0, 0))), w)[:M]
@@ -53,7 +52,7 @@ def gated(x: Float[Array, "M K"], w: Fragments) -> Float[Array, "M F"]:
         scratch_types={
             "ring": plgpu.SMEM((stages, deep, w.words.shape[-2], ROW), jnp.uint32),
             "x_ring": plgpu.SMEM((stages, rows, DEPTH * deep), x.dtype, transforms=tiled(128, 2)),
-            "out_smem": plgpu.SMEM((rows, kept_pairs.OWN), x.dtype),
+            "out_smem": plgpu.SMEM((rows, pairs.OWN), x.dtype),
             "full": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         },
         grid=(w.shape[1] // COLUMNS,),
@@ -87,7 +86,7 @@ def _kernel(
             slot = lax.rem(step, stages)
             plgpu.barrier_wait(full.at[slot])
             for k in range(deep):
-                numbers = kept_mosaic.converted(ring.at[slot, k], w)
+                numbers = mosaic.converted(ring.at[slot, k], w)
                 of_rows = x_ring.at[slot, slice(None), pl.ds(k * DEPTH, DEPTH)]
                 plgpu.wgmma(acc, numbers, of_rows.transpose((1, 0)))
             plgpu.wgmma_wait(0)
@@ -100,8 +99,8 @@ def _kernel(
         return acc[...]
 
     value = pl.run_scoped(sums, plgpu.WGMMAAccumulatorRef((COLUMNS, rows)))
-    kept_pairs.store_gated(out_smem, value)
+    pairs.store_gated(out_smem, value)
     plgpu.commit_smem()
-    target = out_gmem.at[pl.ds(0, rows), pl.ds(column * kept_pairs.OWN, kept_pairs.OWN)]
+    target = out_gmem.at[pl.ds(0, rows), pl.ds(column * pairs.OWN, pairs.OWN)]
     plgpu.copy_smem_to_gmem(out_smem, target)
     plgpu.wait_smem_to_gmem(0)

@@ -20,7 +20,7 @@ from jaxlib.mlir.dialects import llvm, vector
 from jaxtyping import Array, Float
 
 from pallas_kernels.halves import Firsts
-from pallas_kernels.matmul.kept import pairs as kept_pairs
+from pallas_kernels.matmul.kept import pairs
 from pallas_kernels.matmul.kept.fragments import COLUMNS, DEPTH, ROW, Fragments
 from pallas_kernels.matmul.mosaic_kernel import PRODUCER_REGISTERS, silu_times, tiled
 from pallas_kernels.matmul.mosaic_ring import fill
@@ -145,8 +145,8 @@ def _kernel(
         out = out_smem.at[wg]
         if w.paired:
             for part, value in enumerate(values):
-                own = pl.ds(part * kept_pairs.OWN, kept_pairs.OWN)
-                kept_pairs.store_gated(out_smem.at[wg, slice(None), own], value)
+                own = pl.ds(part * pairs.OWN, pairs.OWN)
+                pairs.store_gated(out_smem.at[wg, slice(None), own], value)
         else:
             value = values[0]
             if len(values) == 2:
