@@ -13,7 +13,7 @@ from jaxtyping import Array, DTypeLike, Float, Int
 
 from jflash.layers.cache import LayerState, empty_cache
 from jflash.layers.experts import Experts
-from jflash.layers.gather import best_of, gated_product
+from jflash.layers.gather import gated_product
 from jflash.layers.newest import rows_read
 from jflash.layers.passes import Pass, Projected
 from jflash.layers.projections import Projection, RMSNorm, output
@@ -24,38 +24,14 @@ from jflash.records.leaves import Leaf, SideBySide, declare, gate_up_leaf
 from jflash.records.specs import AttentionSpec, DenseSpec, LayerConfig, MoeSpec
 from pallas_kernels import heads_to_cache as heads_op
 from pallas_kernels.matmul import (
-    Head,
     Unsummed,
     gate_up,
     gelu_times,
-    head_argmax,
-    head_confidence,
-    head_largest,
     sigmoid_times,
     silu_times,
 )
-from pallas_kernels.matmul import head_logits as head_logits  # layers is the models' door
-from pallas_kernels.matmul import matmul as matmul
-from pallas_kernels.matmul.float8.rounded import Rounded
 
 TIMES = {"silu": silu_times, "gelu_tanh": gelu_times}  # by DenseSpec.activation
-
-
-def head_best(x: Float[Array, "M D"], head: Head, backend: str, shards: int) -> Int[Array, " M"]:
-    """The id of the largest of the logits, of which each device has some columns."""
-    if shards == 1:
-        return head_argmax(x, head, backend=backend)
-    ids, logits = head_largest(x, head, backend=backend)
-    held = head.shape[1 if isinstance(head, Rounded) else 0]
-    return best_of(ids, logits, held, shards)
-
-
-def best_and_probability(
-    hidden: Float[Array, "B T D"], head: Head, backend: str
-) -> tuple[Int[Array, "B T"], Float[Array, "B T"]]:
-    """The id of each row's largest logit, and its probability, without writing logits."""
-    best, sums = head_confidence(hidden.reshape(-1, hidden.shape[-1]), head, backend=backend)
-    return best.reshape(hidden.shape[:2]), (1 / sums).reshape(hidden.shape[:2])
 
 
 class Attention(nn.Module):

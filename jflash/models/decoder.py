@@ -9,8 +9,9 @@ from jaxtyping import Array, DTypeLike, Float, Int
 
 from jflash.layers.cache import LayerState
 from jflash.layers.delta import DeltaLayer
-from jflash.layers.gather import gather_if_read, rows_of
-from jflash.layers.layer import DecoderLayer, best_and_probability, head_best, head_logits
+from jflash.layers.gather import rows_of
+from jflash.layers.head import best_and_probability, head_best, head_logits
+from jflash.layers.layer import DecoderLayer
 from jflash.layers.passes import Pass
 from jflash.layers.projections import RMSNorm
 from jflash.layers.sandwich import SandwichLayer
@@ -96,16 +97,13 @@ class Target(nn.Module):
         """The id of the largest float32 logit, after the cap; ties go to the lowest id."""
         if self.config.logit_softcap is not None or self.config.logit_multiplier != 1:
             return jnp.argmax(self.logits(hidden, backend), axis=-1).astype(jnp.int32)
-        flat = hidden.reshape(-1, hidden.shape[-1])
-        best = head_best(flat, self._head(), backend, self.config.shards)
-        return best.reshape(hidden.shape[:2])
+        return head_best(hidden, self._head(), backend, self.config.shards)
 
     def best_and_confidence(
         self, hidden: Float[Array, "B T D"], backend: str = "xla"
     ) -> tuple[Int[Array, "B T"], Float[Array, "B T"]]:
         """The id of the largest logit of the head and its probability, without writing logits."""
-        assert self.config.shards == 1, "each device has some of the logits"
-        return best_and_probability(hidden, self._head(), backend)
+        return best_and_probability(hidden, self._head(), backend, self.config.shards)
 
     def logits(self, hidden: Float[Array, "B T D"], backend: str = "xla") -> Float[Array, "B T V"]:
         """The target's logits in float32."""
@@ -122,10 +120,7 @@ class Target(nn.Module):
         self, hidden: Float[Array, "B T D"], backend: str = "xla"
     ) -> Float[Array, "B T V"]:
         """The head's float32 logits, without the target's multiplier and cap: drafters differ."""
-        flat = hidden.reshape(-1, hidden.shape[-1])
-        logits = head_logits(flat, self._head(), backend=backend)
-        logits = gather_if_read(logits, self.config.shards)
-        return logits.reshape(*hidden.shape[:2], -1)
+        return head_logits(hidden, self._head(), backend, self.config.shards)
 
     def _head(self) -> Float[Array, "V D"]:
         return self.embedding if self.config.tie_embeddings else self.head

@@ -16,8 +16,9 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, DTypeLike, Float, Int
 
-from jflash.layers.gather import gather, gather_if_read, rows_of
-from jflash.layers.layer import DecoderLayer, best_and_probability, head_best, head_logits, matmul
+from jflash.layers.gather import gather, rows_of
+from jflash.layers.head import best_and_probability, head_best, head_logits
+from jflash.layers.layer import DecoderLayer
 from jflash.layers.passes import Pass, Projected
 from jflash.layers.projections import Projection, RMSNorm
 from jflash.models.decoder import Caches
@@ -25,7 +26,7 @@ from jflash.models.dflash2 import CandidateSelector, ConvolvedLayer
 from jflash.records.config import Drafter2Config, DrafterConfig
 from jflash.records.kernels import XLA, Kernels
 from jflash.records.leaves import Leaf, declare
-from pallas_kernels.matmul import Unsummed
+from pallas_kernels.matmul import Unsummed, matmul
 from pallas_kernels.matmul.float8.rounded import Rounded
 
 HEAD = "draft_head"  # a rounded one; see jflash.models.float8
@@ -156,25 +157,19 @@ class Drafter(nn.Module):
 
     def best(self, hidden: Float[Array, "B T D"], backend: str = "xla") -> Int[Array, "B T"]:
         """The id of the largest logit of the drafter's own head."""
-        flat = hidden.reshape(-1, hidden.shape[-1])
-        best = head_best(flat, self._head(), backend, self.config.shards)
-        return best.reshape(hidden.shape[:2])
+        return head_best(hidden, self._head(), backend, self.config.shards)
 
     def best_and_confidence(
         self, hidden: Float[Array, "B T D"], backend: str = "xla"
     ) -> tuple[Int[Array, "B T"], Float[Array, "B T"]]:
         """`best`, and its probability by the drafter's own head."""
-        assert self.config.shards == 1, "each device has some of the logits"
-        return best_and_probability(hidden, self._head(), backend)
+        return best_and_probability(hidden, self._head(), backend, self.config.shards)
 
     def raw_logits(
         self, hidden: Float[Array, "B T D"], backend: str = "xla"
     ) -> Float[Array, "B T _"]:
         """Logits of the drafter's head in float32."""
-        flat = hidden.reshape(-1, hidden.shape[-1])
-        logits = head_logits(flat, self._head(), backend=backend)
-        logits = gather_if_read(logits, self.config.shards)
-        return logits.reshape(*hidden.shape[:2], -1)
+        return head_logits(hidden, self._head(), backend, self.config.shards)
 
     def _head(self) -> Float[Array, "V D"] | Rounded:
         if self.has_variable("params", HEAD):
