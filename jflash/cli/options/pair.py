@@ -82,12 +82,18 @@ def prompt_options(group: argparse._ActionsContainer) -> None:
 def sampling_options(group: argparse._ArgumentGroup, max_new_tokens: int) -> None:
     add, new = group.add_argument, max_new_tokens
     add("--max-new-tokens", type=int, default=new, metavar="N", help=f"default {new}")
+    filter_options(group)
+    add("--draft-rule", choices=DRAFT_RULES, help=RULE)
+    add("--seed", type=int, default=0, help="of the draws, default 0")
+
+
+def filter_options(group: argparse._ArgumentGroup) -> None:
+    """The temperature and the filters that `sampling` reads."""
+    add = group.add_argument
     add("--temperature", type=float, default=0.0, help="default 0: greedy")
     add("--top-k", type=int, default=0, metavar="K", help="keep the best K tokens")
     add("--top-p", type=float, default=1.0, metavar="P", help="keep the fewest with this share")
     add("--min-p", type=float, default=0.0, metavar="P", help="drop less than this of the best")
-    add("--draft-rule", choices=DRAFT_RULES, help=RULE)
-    add("--seed", type=int, default=0, help="of the draws, default 0")
 
 
 def oracle_option(group: argparse._ArgumentGroup) -> None:

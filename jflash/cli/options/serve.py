@@ -9,7 +9,7 @@ import argparse
 import re
 
 from jflash.cli.command import Parser
-from jflash.cli.options.pair import check_pair, model_options
+from jflash.cli.options.pair import check_pair, filter_options, model_options
 from jflash.cli.options.replicas import COUNT
 from jflash.cli.options.values import at_least_1, refuse
 from jflash.records.decoding import DRAFT_RULES
@@ -67,12 +67,9 @@ def _engine_options(group: argparse._ArgumentGroup) -> None:
 
 
 def _default_options(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add("--temperature", type=float, default=0.0, help="default 0: greedy")
-    add("--top-k", type=int, default=0, metavar="K", help="keep the best K tokens")
-    add("--top-p", type=float, default=1.0, metavar="P", help="keep the fewest with this share")
-    add("--min-p", type=float, default=0.0, metavar="P", help="drop less than this of the best")
-    add("--reasoning", choices=("on", "off"), default="off", help="the template's thinking mode")
+    filter_options(group)
+    thinking = "the template's thinking mode"
+    group.add_argument("--reasoning", choices=("on", "off"), default="off", help=thinking)
 
 
 def check(options: argparse.Namespace) -> None:
