@@ -5,13 +5,15 @@ runs on request only; and `refusal(backend, sizes, device)`, which says why a ba
 or None. `device` is a jax.Device, or None to leave it out of the question.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 
-def no_backend(op: str, backend: str, backends: Iterable[str]) -> str:
-    """The error for a name that an op does not know."""
-    return f"{op} has no backend {backend!r}: use one of {', '.join(backends)}"
+def backend_of(op: str, name: str, backends: Mapping[str, Any]) -> Any:
+    """An op's backend by its name; ValueError for a name that the op does not know."""
+    if name not in backends:
+        raise ValueError(f"{op} has no backend {name!r}: use one of {', '.join(backends)}")
+    return backends[name]
 
 
 def best(package: Any, sizes: Iterable[Any], device: Any) -> str:
@@ -27,8 +29,7 @@ def best(package: Any, sizes: Iterable[Any], device: Any) -> str:
 def check(op: str, package: Any, backend: str, sizes: Iterable[Any], device: Any) -> None:
     """ValueError, with the reason and what to use instead, if `backend` cannot do this."""
     sizes = list(sizes)
-    if backend not in package.BACKENDS:
-        raise ValueError(no_backend(op, backend, package.BACKENDS))
+    backend_of(op, backend, package.BACKENDS)
     for each in sizes:
         reason = package.refusal(backend, each, device)
         if reason:

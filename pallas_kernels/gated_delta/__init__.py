@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.choice import device_refusal, no_backend
+from pallas_kernels.choice import backend_of, device_refusal
 from pallas_kernels.gated_delta import cpu, reference, triton, xla
 from pallas_kernels.gated_delta.grid import CHUNK as CHUNK
 from pallas_kernels.gated_delta.grid import Memory as Memory
@@ -184,6 +184,4 @@ def refusal(backend: str, sizes: Sizes, device: Any) -> str | None:
 
 
 def _backend(name: str):
-    if name not in BACKENDS:
-        raise ValueError(no_backend("gated delta", name, BACKENDS))
-    return BACKENDS[name]
+    return backend_of("gated delta", name, BACKENDS)

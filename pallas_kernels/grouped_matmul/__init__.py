@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.choice import device_refusal, no_backend
+from pallas_kernels.choice import backend_of, device_refusal
 from pallas_kernels.grouped_matmul import beside as beside
 from pallas_kernels.grouped_matmul import canonical, cpu, reference, triton, xla
 from pallas_kernels.halves import Firsts
@@ -130,9 +130,7 @@ def _taken(x: Float[Array, "R K"], w: Any, backend: str) -> Any:
 
 
 def _backend(name: str):
-    if name not in BACKENDS:
-        raise ValueError(no_backend("grouped matmul", name, BACKENDS))
-    return BACKENDS[name]
+    return backend_of("grouped matmul", name, BACKENDS)
 
 
 def _by_token(name: str):

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from jaxtyping import Array, DTypeLike, Float, Int
 
-from pallas_kernels.choice import device_refusal, no_backend
+from pallas_kernels.choice import backend_of, device_refusal
 from pallas_kernels.heads_to_cache import cpu, reference, triton
 
 BACKENDS = {"triton": triton, "cpu": cpu, "xla": reference, "reference": reference}
@@ -61,9 +61,7 @@ def heads_to_cache(
 
     `backend` is one of BACKENDS; any other name is a ValueError.
     """
-    if backend not in BACKENDS:
-        raise ValueError(no_backend("heads_to_cache", backend, BACKENDS))
-    op = BACKENDS[backend].heads_to_cache
+    op = backend_of("heads_to_cache", backend, BACKENDS).heads_to_cache
     return op(x, q_scale, k_scale, cos, sin, k, v, slots, heads=heads, rising=rising)
 
 
@@ -79,9 +77,8 @@ def split_heads(
     backend: str,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
     """The same queries, keys and values in `dtype`, not written. ValueError as `heads_to_cache`."""
-    if backend not in BACKENDS:
-        raise ValueError(no_backend("heads_to_cache", backend, BACKENDS))
-    return BACKENDS[backend].split_heads(x, q_scale, k_scale, cos, sin, heads, dtype)
+    op = backend_of("heads_to_cache", backend, BACKENDS).split_heads
+    return op(x, q_scale, k_scale, cos, sin, heads, dtype)
 
 
 def refusal(backend: str, sizes: Sizes, device: Any) -> str | None:

@@ -48,7 +48,7 @@ from typing import Any, Literal, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.choice import device_refusal, no_backend
+from pallas_kernels.choice import backend_of, device_refusal
 from pallas_kernels.halves import Firsts
 from pallas_kernels.matmul import canonical, cpu, float8, reference, xla
 from pallas_kernels.matmul.add import Unsummed
@@ -242,6 +242,4 @@ def _whole(name: str):
 
 
 def _backend(name: str):
-    if name not in BACKENDS:
-        raise ValueError(no_backend("matmul", name, BACKENDS))
-    return BACKENDS[name]
+    return backend_of("matmul", name, BACKENDS)

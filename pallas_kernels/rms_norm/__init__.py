@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.choice import device_refusal, no_backend
+from pallas_kernels.choice import backend_of, device_refusal
 from pallas_kernels.grouped_matmul.sums import Weighed, weighed_sum
 from pallas_kernels.matmul.add import Unsummed, summed
 from pallas_kernels.rms_norm import canonical, cpu, reference
@@ -36,9 +36,7 @@ def rms_norm(
     x: Float[Array, "*lead D"], scale: Float[Array, " D"], eps: float, *, backend: str
 ) -> Float[Array, "*lead D"]:
     """See the module's contract. `backend` is one of BACKENDS; any other name is a ValueError."""
-    if backend not in BACKENDS:
-        raise ValueError(no_backend("norm", backend, BACKENDS))
-    return BACKENDS[backend].rms_norm(x, scale, eps)
+    return backend_of("norm", backend, BACKENDS).rms_norm(x, scale, eps)
 
 
 def after(
