@@ -11,6 +11,7 @@ from jflash.models.params import leaf_paths
 from jflash.records.kernels import BACKENDS
 from tables.cells import Result
 from tables.devices import several_gpus
+from tests.support.refusals import one_line
 
 
 @pytest.mark.long
@@ -140,6 +141,4 @@ def test_the_table_has_the_shares_of_one_run(measured):
 )
 def test_refusals(options, named, capsys):
     assert main.run("bench-devices", options.split()) == 2
-    captured = capsys.readouterr()
-    assert captured.out == "" and captured.err.count("\n") == 1
-    assert named in captured.err
+    one_line(capsys, named)

@@ -19,6 +19,7 @@ from jflash.evals.folder import LOCK
 from jflash.io import encode_prompt, load_tokenizer
 from jflash.system.hosts import RESULTS, Hosts
 from jflash.system.locks import locked
+from tests.support.refusals import one_line
 from tiny_pair.word_problems import problems
 
 # What is asked here is how answers are counted and kept; bit laws are tests/serving's.
@@ -435,10 +436,7 @@ def refused(capsys):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(evaluation_shares, "loaded", lambda *_, **__: pytest.fail("weights read"))
             assert main.run("evaluate", argv) == 2
-        out, err = capsys.readouterr()
-        assert out == "" and err.count("\n") == 1
-        for part in named:
-            assert part in err
+        one_line(capsys, *named)
 
     return call
 

@@ -16,6 +16,7 @@ from jflash.proof.devices import FAULTS
 from jflash.proof.program.gates import Result
 from jflash.proof.program.step_program import cut
 from tests.support.described_gpu import H200, device_mesh
+from tests.support.refusals import one_line
 
 SMALL = ["--shape", "tiny", "--capacity", "512"]
 FINE = Result("one command buffer", 61, "61 launches", ())
@@ -123,13 +124,9 @@ def test_the_report_of_devices_that_share_the_pair_says_so(on_gpu, monkeypatch, 
 )
 def test_refusals(on_gpu, options, named, capsys):
     assert run(*options.split()) == 2
-    captured = capsys.readouterr()
-    assert captured.out == "" and captured.err.count("\n") == 1
-    assert named in captured.err
+    one_line(capsys, named)
 
 
 def test_without_a_gpu_it_says_so(capsys):
     assert run() == 2
-    captured = capsys.readouterr()
-    assert captured.out == "" and captured.err.count("\n") == 1
-    assert "NVIDIA GPU" in captured.err
+    one_line(capsys, "NVIDIA GPU")

@@ -14,12 +14,11 @@ import pytest
 from scipy import stats
 
 from jflash import speculative
-from jflash.compiled.programs import Shape, make_request, new_state, run
+from jflash.compiled.programs import run
 from jflash.models.dflash import Drafter
 from jflash.pair import Models, Params
-from jflash.prefill import prefill
 from jflash.records.config import Drafter2Config, second_version
-from jflash.records.decoding import Decoding, Sampling
+from jflash.records.decoding import Sampling
 from jflash.speculative import draft
 from jflash.state import State
 from jflash.tokens import drafts
@@ -59,15 +58,7 @@ def pair() -> tuple[Models, Params]:
 
 @functools.cache
 def start() -> State:
-    """The prompt but its last token prefilled; that token, already known, is the newest."""
-    models, params = pair()
-    shape = Shape(1, 12, 4, 1)
-    request = make_request(
-        shape, PROMPT[:-1], Decoding(max_new_tokens=NEW + 1), W - 1, jax.random.key(0)
-    )
-    fill = jax.jit(functools.partial(prefill, models, (shape.chunk,)))
-    state = fill(params, new_state(models, shape), jnp.int32(0), request)
-    return state.with_sequences(tokens=state.sequences.tokens.at[0, 2].set(PROMPT[-1]))
+    return version_1.start_of(*pair())
 
 
 @functools.cache

@@ -26,7 +26,14 @@ from jflash.records.kernels import Kernels
 from jflash.serving.batch import Job, layout_for
 from jflash.serving.calls.layout import engine_chunk, pass_sizes
 from jflash.speculative import speculative_step
-from tests.support.pairs import one_arithmetic, prompts, random_pair, replay_pair, unit_head
+from tests.support.pairs import (
+    one_arithmetic,
+    prompts,
+    random_pair,
+    replay_pair,
+    replayed_lengths,
+    unit_head,
+)
 
 NEW = 40
 
@@ -46,15 +53,9 @@ def test_any_drafter_gives_the_oracles_tokens():
 
 def test_corrupted_replay_gives_the_oracles_tokens_at_every_acceptance_length():
     pair = unit_head(random_pair())
-    rng = np.random.default_rng(0)
-    seen = set()
+    rng, seen = np.random.default_rng(0), set()
     for prompt in prompts(6, seed=5):
-        oracle = generate(pair, [prompt], max_new_tokens=120, oracle=True)[0].token_ids
-        wrong = rng.random(len(oracle)) < 0.15
-        drafts = np.where(wrong, rng.integers(0, 67, len(oracle)), oracle).tolist()
-        replayed = generate(replay_pair(pair, prompt + drafts), [prompt], max_new_tokens=120)[0]
-        assert replayed.token_ids == oracle
-        seen |= set(replayed.acceptance_lengths)
+        seen |= set(replayed_lengths(pair, prompt, rng))
     assert seen == set(range(1, pair.models.block_size + 1))
 
 

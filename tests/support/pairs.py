@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from jflash.generate import Pair
+from jflash.generate import Pair, generate
 from jflash.layers.passes import Projected
 from jflash.layers.rope import rope_angles
 from jflash.models.decoder import Target
@@ -180,6 +180,19 @@ def replay_pair(pair: Pair, text: list[int]) -> Pair:
     ids = jnp.asarray(text + [0] * (ROWS - len(text)))
     models = replace(pair.models, drafter=ReplayDrafter(pair.models.drafter.config))
     return Pair(models, Params(pair.params.target, {"rows": head[ids]}))
+
+
+def replayed_lengths(pair: Pair, prompt: list[int], rng: np.random.Generator) -> list[int]:
+    """The acceptance lengths of a text of 120 tokens whose drafts are right but for some 15 %.
+
+    The text must be the oracle's.
+    """
+    oracle = generate(pair, [prompt], max_new_tokens=120, oracle=True)[0].token_ids
+    wrong = rng.random(len(oracle)) < 0.15
+    drafts = np.where(wrong, rng.integers(0, 67, len(oracle)), oracle).tolist()
+    replayed = generate(replay_pair(pair, prompt + drafts), [prompt], max_new_tokens=120)[0]
+    assert replayed.token_ids == oracle
+    return replayed.acceptance_lengths
 
 
 def one_arithmetic(pair: Pair) -> Pair:

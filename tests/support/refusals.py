@@ -16,6 +16,16 @@ def decode(pair: Folders, *options: str, prompt: str | None = "hi") -> list[str]
     return [*models, "--max-new-tokens", "16", *options, *([] if prompt is None else [prompt])]
 
 
+def one_line(capsys, *named: str) -> None:
+    """Finds nothing on stdout, and one line with every one of `named` on stderr."""
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1 and captured.err.endswith("\n"), captured.err
+    assert "Traceback" not in captured.err
+    for part in named:
+        assert part in captured.err
+
+
 def refuser(capsys, caplog, folder: Path):
     """A function that runs a command and finds every one of `named` in its one line.
 
@@ -26,12 +36,8 @@ def refuser(capsys, caplog, folder: Path):
         before = listing(folder)
         capsys.readouterr()
         assert run(command, argv) == 2
-        captured = capsys.readouterr()
-        assert captured.out == ""
-        assert captured.err.count("\n") == 1 and captured.err.endswith("\n"), captured.err
-        assert "Traceback" not in captured.err and not caplog.records
-        for part in named:
-            assert part in captured.err
+        one_line(capsys, *named)
+        assert not caplog.records
         assert listing(folder) == before
 
     return call

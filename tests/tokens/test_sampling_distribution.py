@@ -92,11 +92,12 @@ def along(p: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def start() -> State:
-    """One slot, the prompt but its last token prefilled; that token, already known, is the newest.
+    """The start of the pair. It does not depend on the draft rule, and its filters are replaced."""
+    return start_of(*pair())
 
-    What a prefill leaves does not depend on the draft rule, and its filters are replaced.
-    """
-    models, params = pair()
+
+def start_of(models: Models, params: Params) -> State:
+    """One slot, all of the prompt but its last token prefilled; that token is known, the newest."""
     shape = Shape(1, 12, 4, 1)
     request = make_request(
         shape, PROMPT[:-1], Decoding(max_new_tokens=NEW + 1), W - 1, jax.random.key(0)
