@@ -16,15 +16,8 @@ import numpy as np
 
 from jflash.budget.row_choice import ChosenRows, programs_for
 from jflash.checks import check_keys, check_request
-from jflash.compiled.programs import (
-    PREFILL_CHUNK,
-    Programs,
-    Report,
-    Shape,
-    capacity_for,
-    make_request,
-    new_state,
-)
+from jflash.compiled.programs import Programs, Report
+from jflash.compiled.shape import PREFILL_CHUNK, Shape, capacity_for, make_request, new_state
 from jflash.pair import Models, Params
 from jflash.records.decoding import Decoding, StopWhen, whole
 from jflash.records.kernels import AUTO

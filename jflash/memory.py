@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jflash.compiled.programs import Shape, capacity_for, chunk_sizes, new_state, target_rows
+from jflash.compiled.shape import Shape, capacity_for, chunk_sizes, new_state, target_rows
 from jflash.devices.mesh import local
 from jflash.generate import PREFILL_CHUNK
 from jflash.layers.cache import ring_slots

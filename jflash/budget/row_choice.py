@@ -22,7 +22,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jflash.budget.rounds import Round, Rounds, Step
 from jflash.budget.row_times import kept_times, step_times
-from jflash.compiled.programs import Programs, Shape, compile_programs, compile_several
+from jflash.compiled.programs import Programs, compile_programs, compile_several
+from jflash.compiled.shape import Shape
 from jflash.pair import Models, Params
 from jflash.records.kernels import AUTO
 from jflash.rows import BINS, Survey

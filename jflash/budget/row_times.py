@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jflash.budget.rounds import Step
-from jflash.compiled.programs import Shape, new_state
+from jflash.compiled.shape import Shape, new_state
 from jflash.pair import Models, Params
 from jflash.state import State
 from jflash.system.device import device_name

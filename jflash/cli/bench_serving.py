@@ -8,7 +8,7 @@ from jflash.bench.serving.cases import Case, measured, random_pair
 from jflash.bench.serving.recording import of_mean, read_recording, recorded
 from jflash.cli.command import Options, require
 from jflash.cli.options.pair import shared_note
-from jflash.compiled.programs import LARGE_CHUNK
+from jflash.compiled.shape import LARGE_CHUNK
 from jflash.evals.datasets import load_problems
 from jflash.io import configure_pair, encode_prompt, load_weights
 from jflash.records.decoding import Decoding

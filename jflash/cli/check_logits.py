@@ -12,7 +12,7 @@ from jflash.bench.shapes import model_shape
 from jflash.cli.command import Options
 from jflash.cli.options.pair import shared_note
 from jflash.cli.options.results import chosen_backends
-from jflash.compiled.programs import Shape
+from jflash.compiled.shape import Shape
 from jflash.devices.backends import named, with_backends
 from jflash.devices.mesh import over, tensor_mesh
 from jflash.memory import check_memory, weight_bytes

@@ -1,1 +1,1 @@
-"""The executables of every driver: what they are, their names, their files, their tiles."""
+"""The executables of every driver: what they are, their sizes, their names, files and tiles."""

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from jflash.acceptance import ending
 from jflash.checks import check_request
-from jflash.compiled.programs import Shape
+from jflash.compiled.shape import Shape
 from jflash.evals.answer_check import check_answer, load
 from jflash.evals.code_execution import passes, program
 from jflash.evals.datasets import Problem

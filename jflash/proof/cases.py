@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jflash.bench.shapes import model_shape
-from jflash.compiled.programs import Shape, capacity_for
+from jflash.compiled.shape import Shape, capacity_for
 from jflash.devices.backends import with_backends
 from jflash.devices.mesh import with_context, with_rounding
 from jflash.generate import PREFILL_CHUNK

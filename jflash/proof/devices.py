@@ -12,14 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from jflash.compiled.programs import (
-    Shape,
-    capacity_for,
-    compile_prefill,
-    compile_run,
-    make_request,
-    new_state,
-)
+from jflash.compiled.programs import compile_prefill, compile_run
+from jflash.compiled.shape import Shape, capacity_for, make_request, new_state
 from jflash.devices.backends import named, with_backends
 from jflash.devices.distribute import placed
 from jflash.devices.kept import in_fragments

@@ -21,7 +21,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
-from jflash.compiled.programs import Shape, lower_prefill, make_request, new_state
+from jflash.compiled.programs import lower_prefill
+from jflash.compiled.shape import Shape, make_request, new_state
 from jflash.compiled.tiles import settled
 from jflash.pair import Models, Params
 from jflash.records.decoding import Decoding

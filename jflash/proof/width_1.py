@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jflash.compiled.programs import new_state
+from jflash.compiled.shape import new_state
 from jflash.pair import Params
 from jflash.proof.lossless import (
     Executable,

@@ -10,7 +10,7 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from jflash.checks import check_keys, check_request
-from jflash.compiled.programs import Shape, capacity_for
+from jflash.compiled.shape import Shape, capacity_for
 from jflash.generate import DEFAULTS, Generation, Pair, Seconds
 from jflash.pair import Models
 from jflash.records.decoding import Decoding

@@ -6,7 +6,7 @@ from statistics import median
 from typing import Any
 
 from jflash.acceptance import by_ending
-from jflash.compiled.programs import capacity_for
+from jflash.compiled.shape import capacity_for
 from jflash.generate import PREFILL_CHUNK, Generation, Pair, generate
 from jflash.io.text import decode
 from jflash.records.decoding import Decoding

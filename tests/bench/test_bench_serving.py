@@ -18,7 +18,7 @@ from jflash.bench.serving.http_clients import counted
 from jflash.bench.serving.recording import of_mean, read_recording, recorded
 from jflash.bench.serving.stalls import gaps
 from jflash.cli import bench_serving, main
-from jflash.compiled.programs import Shape, new_state
+from jflash.compiled.shape import Shape, new_state
 from jflash.records.decoding import Decoding
 from jflash.serving.request import Request
 from jflash.speculative import draft

@@ -14,7 +14,7 @@ from jflash.bench.steps.finite import check_timed
 from jflash.bench.steps.time import window_around
 from jflash.cli import main
 from jflash.cli.options.bench_steps import cases_of
-from jflash.compiled.programs import Shape, new_state
+from jflash.compiled.shape import Shape, new_state
 from jflash.models.decoder import Target
 from jflash.pair import Models
 from jflash.records.parts import part_of, with_split_outputs

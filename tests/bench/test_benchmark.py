@@ -15,7 +15,8 @@ from jflash.bench.steps import case as benchmark_case
 from jflash.bench.steps.case import Task, run_task, save_pair
 from jflash.bench.steps.report import case_text, collect
 from jflash.bench.steps.time import busy_state, rewound, time_run, window_around
-from jflash.compiled.programs import Shape, compile_run
+from jflash.compiled.programs import compile_run
+from jflash.compiled.shape import Shape
 from jflash.devices.backends import with_backends
 from jflash.devices.structs import param_structs
 from jflash.generate import Pair

@@ -19,7 +19,7 @@ from jflash.budget.row_choice import (
     with_rows,
 )
 from jflash.budget.row_times import kept_times
-from jflash.compiled.programs import Shape
+from jflash.compiled.shape import Shape
 from jflash.generate import generate, models_for
 from jflash.models.decoder import Target
 from jflash.records.kernels import AUTO, XLA

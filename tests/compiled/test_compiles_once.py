@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from jflash.compiled import programs
+from jflash.compiled.shape import Shape
 from jflash.generate import generate, stream
 from tests.support.pairs import prompts, random_pair
 
@@ -43,12 +44,12 @@ def test_a_program_compiles_while_the_next_is_traced(monkeypatch):
 
     monkeypatch.setattr(programs, "lower_prefill", lambda *_: waits)
     monkeypatch.setattr(programs, "lower_run", lower_run)
-    compiled = programs.compile_programs(pair.models, pair.params, programs.Shape.of(1, 256))
+    compiled = programs.compile_programs(pair.models, pair.params, Shape.of(1, 256))
     assert compiled[:2] == (True, "run")
 
 
 def test_what_did_not_compile_is_compiled_again(monkeypatch):
-    pair, shape = random_pair(intermediate_size=40), programs.Shape.of(1, 256)
+    pair, shape = random_pair(intermediate_size=40), Shape.of(1, 256)
     memory = iter([MemoryError("not now"), None])
 
     def compile():

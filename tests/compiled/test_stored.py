@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import Mesh
 
 from jflash.compiled import program_names, programs, stored
+from jflash.compiled.shape import Shape
 from jflash.generate import generate
 from jflash.proof.faults import FAULTS, planted
 from jflash.serving.calls import programs as engines
@@ -208,7 +209,7 @@ def named(function, *given):
 
 
 def test_a_name_tells_every_field():
-    pair, shape = random_pair(), programs.Shape.of(1, 256)
+    pair, shape = random_pair(), Shape.of(1, 256)
     models, params = pair.models, jax.tree.map(jax.typeof, pair.params)
     one = named(programs.lower_prefill, models, params, shape)
     assert one and one == named(programs.lower_prefill, models, params, shape)

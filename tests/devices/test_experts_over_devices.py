@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from jflash.bench.floors import verify_work
 from jflash.bench.shapes import model_shape
-from jflash.compiled.programs import Shape
+from jflash.compiled.shape import Shape
 from jflash.devices.mesh import over
 from jflash.layers.gather import AXIS
 from jflash.memory import memory_budget

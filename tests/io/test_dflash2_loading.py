@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jflash.compiled.programs import Shape, new_state
+from jflash.compiled.shape import Shape, new_state
 from jflash.io import convert_checkpoint, load_drafter, load_pair, save_checkpoint
 from jflash.io.families import dflash
 from jflash.io.hf_config import drafter_config

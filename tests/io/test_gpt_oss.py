@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from jflash import load_pair
 from jflash.bench.shapes import model_shape
-from jflash.compiled.programs import Shape, new_state
+from jflash.compiled.shape import Shape, new_state
 from jflash.io.hf_config import target_config
 from jflash.io.load import load_target
 from jflash.models.params import abstract_params

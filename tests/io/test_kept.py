@@ -13,7 +13,7 @@ from safetensors import safe_open
 from jflash import Pair, generate, load_pair
 from jflash.bench.floors import verify_work
 from jflash.bench.shapes import model_shape, quantised
-from jflash.compiled.programs import Shape
+from jflash.compiled.shape import Shape
 from jflash.devices.kept import in_fragments
 from jflash.devices.mesh import over
 from jflash.io import configure_pair, keeping, load, load_weights, open_checkpoint, save_checkpoint

@@ -9,7 +9,7 @@ import pytest
 
 from jflash.bench.floors import Rates, floor_seconds, verify_work
 from jflash.bench.shapes import model_shape, quantised
-from jflash.compiled.programs import Shape
+from jflash.compiled.shape import Shape
 from jflash.io.hf_config import target_config
 from jflash.memory import memory_budget, weight_bytes
 from jflash.models.decoder import Target

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 from jflash.bench.floors import verify_work
 from jflash.bench.shapes import model_shape
 from jflash.bench.steps.time import Window, busy_state, experts_read
-from jflash.compiled.programs import Shape
+from jflash.compiled.shape import Shape
 from jflash.generate import Pair, generate
 from jflash.io import load_target, open_checkpoint, save_checkpoint
 from jflash.io.convert import convert_checkpoint

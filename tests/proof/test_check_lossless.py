@@ -11,7 +11,7 @@ import pytest
 from jflash.bench.shapes import SHAPES
 from jflash.bench.shapes.parts import ModelShape
 from jflash.cli import check_lossless, main
-from jflash.compiled.programs import new_state
+from jflash.compiled.shape import new_state
 from jflash.proof import cases as lossless_cases
 from jflash.proof import check as lossless_check
 from jflash.proof.lossless import CORRUPTION

@@ -16,7 +16,8 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jflash.bench.shapes import model_shape, quantised
-from jflash.compiled.programs import Shape, lower_run
+from jflash.compiled.programs import lower_run
+from jflash.compiled.shape import Shape
 from jflash.devices.backends import with_backends
 from jflash.devices.kept import in_fragments
 from jflash.devices.mesh import EVERYWHERE, for_batch, over, param_specs, spread

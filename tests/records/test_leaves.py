@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from jflash.bench.shapes import model_shape
-from jflash.compiled.programs import Shape, compile_programs, new_state
+from jflash.compiled.programs import compile_programs
+from jflash.compiled.shape import Shape, new_state
 from jflash.io import assemble, load_target, save_checkpoint
 from jflash.layers.passes import Block
 from jflash.models.decoder import Target

@@ -18,7 +18,7 @@ import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from starlette.testclient import TestClient
 
-from jflash.compiled.programs import Shape
+from jflash.compiled.shape import Shape
 from jflash.server.app import make_app
 from jflash.server.metrics import Metrics, Times
 from jflash.server.run import listen, server_of

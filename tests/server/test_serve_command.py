@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jflash.cli import serve, served
-from jflash.compiled.programs import Shape
+from jflash.compiled.shape import Shape
 from jflash.io import configure_pair
 from jflash.memory import memory_budget, tree_bytes
 from jflash.server.run import listen, open_to_clients, url_of

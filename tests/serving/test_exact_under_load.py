@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from jflash.compiled.programs import Shape
+from jflash.compiled.shape import Shape
 from jflash.generate import generate
 from jflash.models.decoder import Target
 from jflash.proof import forms, under_load

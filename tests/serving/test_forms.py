@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jflash.compiled.programs import Shape
+from jflash.compiled.shape import Shape
 from jflash.generate import Pair, generate
 from jflash.serving.calls.layout import Layout
 from jflash.serving.grammar import Grammar, Grammars, Matcher

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from jflash.compiled.programs import Shape
+from jflash.compiled.shape import Shape
 from jflash.generate import Pair
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter

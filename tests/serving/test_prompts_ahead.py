@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import pytest
 
-from jflash.compiled.programs import Shape
+from jflash.compiled.shape import Shape
 from jflash.memory import tree_bytes
 from jflash.proof.under_load import DRAWN
 from jflash.records.kernels import AUTO, XLA, Kernels

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from jflash.compiled.programs import Shape
+from jflash.compiled.shape import Shape
 from jflash.proof.under_load import DRAWN
 from jflash.records.kernels import XLA, Kernels
 from jflash.serving.calls import layout as layouts

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jflash.compiled.programs import Shape
+from jflash.compiled.shape import Shape
 from jflash.serving.calls.layout import Layout
 from jflash.serving.engine import Engine
 from jflash.serving.handle import Handle

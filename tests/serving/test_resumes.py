@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from jflash.compiled.programs import Shape
+from jflash.compiled.shape import Shape
 from jflash.generate import Pair, generate
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from jflash.compiled.programs import Shape
+from jflash.compiled.shape import Shape
 from jflash.proof.under_load import DRAWN
 from jflash.records.kernels import AUTO, XLA, Kernels
 from jflash.serving.calls.layout import Layout

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jflash.compiled.programs import Shape
+from jflash.compiled.shape import Shape
 from jflash.generate import Pair
 from jflash.layers.cache import DeltaCache
 from jflash.memory import memory_budget, tree_bytes

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jflash.compiled.programs import Shape
+from jflash.compiled.shape import Shape
 from jflash.devices.kept import in_fragments
 from jflash.devices.mesh import with_context, with_rounding
 from jflash.draft_error import draft_error

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from jflash.checks import check_request
-from jflash.compiled.programs import Shape, compile_programs, make_request, new_state
+from jflash.compiled.programs import compile_programs
+from jflash.compiled.shape import Shape, make_request, new_state
 from jflash.generate import Pair, generate
 from jflash.layers.cache import DeltaCache
 from jflash.layers.passes import Block

@@ -11,14 +11,8 @@ import numpy as np
 import pytest
 
 from jflash.checks import check_keys
-from jflash.compiled.programs import (
-    Shape,
-    capacity_for,
-    chunk_sizes,
-    compile_programs,
-    make_request,
-    new_state,
-)
+from jflash.compiled.programs import compile_programs
+from jflash.compiled.shape import Shape, capacity_for, chunk_sizes, make_request, new_state
 from jflash.generate import Pair, generate, stream
 from jflash.prefill import prefill
 from jflash.records.decoding import Decoding, Sampling

@@ -13,7 +13,8 @@ from jflash import memory
 from jflash.bench.shapes import SHAPES, quantised
 from jflash.cli import generate as cli
 from jflash.cli import main
-from jflash.compiled.programs import Shape, capacity_for, make_request, new_state, run
+from jflash.compiled.programs import run
+from jflash.compiled.shape import Shape, capacity_for, make_request, new_state
 from jflash.devices.backends import with_backends
 from jflash.io import load_pair
 from jflash.memory import (

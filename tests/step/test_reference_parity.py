@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from jflash import generate, load_pair, stream
-from jflash.compiled.programs import Shape, new_state
+from jflash.compiled.shape import Shape, new_state
 from jflash.io.hf_config import TARGETS
 from jflash.layers import cache
 from jflash.layers.passes import Block, Chunk, Rows

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jflash.compiled.programs import Shape, compile_programs, make_request, new_state
+from jflash.compiled.programs import compile_programs
+from jflash.compiled.shape import Shape, make_request, new_state
 from jflash.generate import Pair
 from jflash.layers.cache import LayerCache
 from jflash.layers.passes import Block

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jflash.compiled import programs
-from jflash.compiled.programs import Shape, make_request, new_state
+from jflash.compiled import shape as shapes
+from jflash.compiled.shape import Shape, make_request, new_state
 from jflash.generate import Pair, generate
 from jflash.layers import cache
 from jflash.layers.cache import RingCache, empty_cache, ring_slots, write_context
@@ -81,12 +81,12 @@ def test_the_last_rows_are_those_of_a_cache_with_all_positions(monkeypatch):
     """After prompts longer than a ring, in chunks longer than it, and steps twice around it."""
     pair = random_pair(sights=(dict(window=20, causal=True), dict(window=30)))
     monkeypatch.setattr(cache, "RING_BLOCK", 1)
-    programs._made_state.clear_cache()
+    shapes._made_state.clear_cache()
     small = drafted(pair, [27, 37])
     monkeypatch.setattr(cache, "RING_BLOCK", 512)
-    programs._made_state.clear_cache()
+    shapes._made_state.clear_cache()
     whole = drafted(pair, [512, 512])
-    programs._made_state.clear_cache()
+    shapes._made_state.clear_cache()
     np.testing.assert_allclose(small, whole, rtol=1e-4, atol=1e-5)
 
 

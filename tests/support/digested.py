@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jflash.compiled.programs import Shape
+from jflash.compiled.shape import Shape
 from jflash.generate import Pair
 from jflash.proof.digest import Apart, apart, digests
 from jflash.proof.lossless import Mode, Task, compile_executable, corrupted, decode

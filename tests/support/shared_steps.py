@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 from jflash import load_pair
 from jflash.bench.shapes import model_shape
 from jflash.cli.training_run import Prepared, target_files
-from jflash.compiled.programs import Shape, new_state, state_specs
+from jflash.compiled.shape import Shape, new_state, state_specs
 from jflash.devices.distribute import place, placed
 from jflash.devices.kept import in_fragments
 from jflash.devices.mesh import (

@@ -15,7 +15,8 @@ import pytest
 from scipy import stats
 
 from jflash import speculative
-from jflash.compiled.programs import Report, Shape, make_request, new_state, run
+from jflash.compiled.programs import Report, run
+from jflash.compiled.shape import Shape, make_request, new_state
 from jflash.layers.passes import Rows
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter

@@ -25,7 +25,7 @@ from jflash.bench.serving.speed import (
 )
 from jflash.bench.serving.stalls import beside_long, stalled
 from jflash.bench.shapes import model_shape
-from jflash.compiled.programs import PREFILL_CHUNK, Shape
+from jflash.compiled.shape import PREFILL_CHUNK, Shape
 from jflash.devices.backends import with_backends
 from jflash.devices.mesh import with_context, with_rounding
 from jflash.generate import Pair

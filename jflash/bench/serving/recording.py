@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jflash.compiled.programs import Shape, capacity_for, compile_programs, make_request, new_state
+from jflash.compiled.programs import compile_programs
+from jflash.compiled.shape import Shape, capacity_for, make_request, new_state
 from jflash.generate import Pair
 from jflash.pair import Params
 from jflash.records.decoding import Decoding

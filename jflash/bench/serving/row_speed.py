@@ -19,7 +19,7 @@ from jflash.bench.serving.cases import engine_for
 from jflash.bench.serving.speed import figures
 from jflash.bench.shapes import model_shape
 from jflash.budget.row_choice import ChosenRows, with_rows
-from jflash.compiled.programs import Shape
+from jflash.compiled.shape import Shape
 from jflash.devices.backends import with_backends
 from jflash.devices.mesh import with_context
 from jflash.generate import Pair

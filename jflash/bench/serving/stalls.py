@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jflash.bench.serving.speed import PROMPT, RandomPrompts
-from jflash.compiled.programs import Shape
+from jflash.compiled.shape import Shape
 from jflash.serving.calls.layout import Layout
 from jflash.serving.engine import Engine
 from jflash.serving.handle import Handle

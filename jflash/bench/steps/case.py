@@ -31,7 +31,8 @@ from jflash.bench.steps.time import (
     time_run,
     window_around,
 )
-from jflash.compiled.programs import PREFILL_CHUNK, Shape, compile_programs, compile_run, new_state
+from jflash.compiled.programs import compile_programs, compile_run
+from jflash.compiled.shape import PREFILL_CHUNK, Shape, new_state
 from jflash.devices.backends import named, with_backends
 from jflash.devices.distribute import place
 from jflash.devices.mesh import for_batch, local, over, tensor_mesh, with_context, with_rounding

@@ -10,7 +10,7 @@ from typing import Any
 
 from jflash.bench.floors import Rates, Work, add, draft_work, floor_seconds, verify_work
 from jflash.bench.steps.time import Window
-from jflash.compiled.programs import Shape
+from jflash.compiled.shape import Shape
 from jflash.devices.mesh import local
 from jflash.pair import Models
 

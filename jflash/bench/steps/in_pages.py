@@ -11,7 +11,8 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Int
 
 from jflash.bench.steps.cases import PLACES
-from jflash.compiled.programs import Report, Shape, run, run_limits
+from jflash.compiled.programs import Report, run, run_limits
+from jflash.compiled.shape import Shape
 from jflash.devices.mesh import EVERYWHERE, local, param_specs, spread
 from jflash.pair import Models, Params
 from jflash.serving.calls.layout import Layout

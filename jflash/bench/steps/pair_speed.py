@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jflash.acceptance import ending
-from jflash.compiled.programs import capacity_for
+from jflash.compiled.shape import capacity_for
 from jflash.generate import PREFILL_CHUNK, Generation, Pair, generate
 from jflash.records.decoding import Decoding
 

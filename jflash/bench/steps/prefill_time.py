@@ -12,14 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jflash.compiled.programs import (
-    Shape,
-    capacity_for,
-    chunk_sizes,
-    compile_prefill,
-    make_request,
-    new_state,
-)
+from jflash.compiled.programs import compile_prefill
+from jflash.compiled.shape import Shape, capacity_for, chunk_sizes, make_request, new_state
 from jflash.pair import Models, Params
 from jflash.records.decoding import Decoding
 

@@ -30,7 +30,8 @@ from jflash.bench.steps.time import (
     window_around,
 )
 from jflash.budget.row_choice import with_rows
-from jflash.compiled.programs import Shape, lower_run, new_state
+from jflash.compiled.programs import lower_run
+from jflash.compiled.shape import Shape, new_state
 from jflash.compiled.tiles import settled
 from jflash.devices.structs import param_structs
 from jflash.memory import check_memory

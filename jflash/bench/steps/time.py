@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from jflash.compiled.programs import Shape, new_state
+from jflash.compiled.shape import Shape, new_state
 from jflash.layers.cache import DeltaCache, LayerState
 from jflash.layers.experts import ROUTING
 from jflash.layers.passes import Block

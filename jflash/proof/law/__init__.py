@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jflash.compiled.programs import Shape, new_state
+from jflash.compiled.shape import Shape, new_state
 from jflash.pair import Models, Params
 from jflash.proof.cases import Case
 from jflash.proof.digest import Digest

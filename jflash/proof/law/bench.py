@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jflash.compiled.programs import Shape, capacity_for
+from jflash.compiled.shape import Shape, capacity_for
 from jflash.pair import Models, Params
 from jflash.proof.cases import LONGEST_PROMPT, Case
 from jflash.proof.digest import Apart, Digest, apart, digests

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from jflash.bench.shapes.parts import ModelShape
-from jflash.compiled.programs import Shape, new_state, run, run_limits
+from jflash.compiled.programs import run, run_limits
+from jflash.compiled.shape import Shape, new_state
 from jflash.devices.mesh import local
 from jflash.devices.structs import param_structs
 from jflash.models.decoder import Target

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 import jax
 
-from jflash.compiled.programs import LARGE_CHUNK, PREFILL_CHUNK, Shape, chunk_sizes
+from jflash.compiled.shape import LARGE_CHUNK, PREFILL_CHUNK, Shape, chunk_sizes
 from jflash.devices.mesh import local
 from jflash.models.params import decoding_params
 from jflash.pair import Models

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jflash.compiled.programs import Shape
+from jflash.compiled.shape import Shape
 from jflash.pair import Models
 from jflash.rows import SURVEYED, Survey
 from jflash.serving.calls.layout import Layout

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jflash.compiled.programs import Shape, empty_sequences
+from jflash.compiled.shape import Shape, empty_sequences
 from jflash.layers.newest import Newest
 from jflash.layers.passes import Chunk, Chunks
 from jflash.pair import Models, Params

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jflash.compiled.programs import chunk_sizes, empty_sequences
+from jflash.compiled.shape import chunk_sizes, empty_sequences
 from jflash.devices.mesh import EVERYWHERE, local, shared, specs
 from jflash.devices.places import landing_places, place_specs
 from jflash.layers.cache import LayerCache, PagedCache, RingCache, WindowCache

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import jax
 
-from jflash.compiled.programs import Shape
+from jflash.compiled.shape import Shape
 from jflash.devices.mesh import local
 from jflash.memory import memory_budget, tree_bytes
 from jflash.pair import Models

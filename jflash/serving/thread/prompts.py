@@ -4,7 +4,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from jflash.compiled.programs import LARGE_CHUNK
+from jflash.compiled.shape import LARGE_CHUNK
 from jflash.serving.calls.layout import Several
 from jflash.serving.schedule import Pass, passes
 from jflash.serving.thread.device_time import PROMPTS
