@@ -35,12 +35,10 @@ from jflash.system.locks import locked
 from jflash.system.replicas import cluster, made
 from jflash.training.answers import answer_into
 from jflash.training.data import Conversation, load_conversations, save_conversations
-from jflash.training.drafter import (
-    split_held_out,
-    train_drafter,
-)
+from jflash.training.drafter import train_drafter
 from jflash.training.held_out import held_out_evaluation
 from jflash.training.recipe import Share, TrainConfig
+from jflash.training.records import split_held_out
 from jflash.training.steps import device_mesh
 from jflash.training.trainer import LOCK, RUN, Evaluation
 

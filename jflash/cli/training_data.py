@@ -8,7 +8,7 @@ from jflash.cli.command import Options
 from jflash.io.text import encode_prompt
 from jflash.models.decoder import Target
 from jflash.training.data import Conversation
-from jflash.training.drafter import read_records, without_long
+from jflash.training.records import read_records, without_long
 
 NO_TOKENIZER = "the target holds no tokenizer: prompt_ids and answer_ids do without"
 

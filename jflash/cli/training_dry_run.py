@@ -7,7 +7,8 @@ from jflash.cli.options.train import answer_samplings, train_objective
 from jflash.cli.training_run import Prepared
 from jflash.records.decoding import Decoding
 from jflash.training.answers import answer_prompts
-from jflash.training.drafter import make_lesson, random_rows
+from jflash.training.data import random_rows
+from jflash.training.drafter import make_lesson
 from jflash.training.recipe import TrainConfig
 from jflash.training.trainer import plan_training
 

@@ -30,10 +30,9 @@ from jflash.training.drafter import (
     check_trainable,
     default_mask_token_id,
     drafter_config_for,
-    split_held_out,
-    without_held_out,
 )
 from jflash.training.recipe import Objective
+from jflash.training.records import split_held_out, without_held_out
 
 
 class Prepared(NamedTuple):

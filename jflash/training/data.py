@@ -144,3 +144,14 @@ def load_conversations(path: Path) -> list[Conversation]:
         conversations.append(Conversation(tokens[start:middle], tokens[middle:end]))
         start = end
     return conversations
+
+
+def random_rows(count: int, row_length: int, vocab_size: int) -> Rows:
+    """Rows of random answers, for a plan that measures a step and learns nothing."""
+    shape = (count, row_length)
+    return Rows(
+        tokens=np.random.default_rng(0).integers(0, vocab_size, shape, np.int32),
+        positions=np.broadcast_to(np.arange(row_length, dtype=np.int32), shape),
+        segments=np.ones(shape, np.int32),
+        supervised=np.ones(shape, bool),
+    )

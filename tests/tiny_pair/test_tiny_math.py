@@ -18,8 +18,9 @@ from jflash.io import load_pair, load_tokenizer, stop_token_ids
 from jflash.io.text import encode_prompt
 from jflash.records.decoding import Decoding
 from jflash.training.data import Conversation, load_conversations, save_conversations
-from jflash.training.drafter import default_mask_token_id, read_records
+from jflash.training.drafter import default_mask_token_id
 from jflash.training.prompts import renumbered
+from jflash.training.records import read_records
 from tables.documents import TABLES, read_results
 from tiny_pair.evaluation import Limits, evaluate_split
 from tiny_pair.recipe import full_recipe, smoke_recipe

@@ -28,13 +28,9 @@ from jflash.system.locks import locked
 from jflash.training.answers import answer_into, read_answers
 from jflash.training.curve import metric_names
 from jflash.training.data import Conversation, load_conversations, save_conversations
-from jflash.training.drafter import (
-    default_mask_token_id,
-    read_records,
-    split_held_out,
-    without_long,
-)
+from jflash.training.drafter import default_mask_token_id
 from jflash.training.recipe import WHOLE, Share
+from jflash.training.records import read_records, split_held_out, without_long
 from jflash.training.trainer import LOCK, Trained
 from tests.evals.test_evaluate import Board
 from tests.support.pairs import prompts

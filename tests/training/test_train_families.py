@@ -15,7 +15,8 @@ from jflash.io.hf_config import drafter_config
 from jflash.io.hf_write import to_hf_config
 from jflash.io.load import configure_target
 from jflash.models.params import abstract_params
-from jflash.training.drafter import drafter_config_for, make_lesson, random_rows
+from jflash.training.data import random_rows
+from jflash.training.drafter import drafter_config_for, make_lesson
 from jflash.training.recipe import PAPERS, TrainConfig
 from tests.support.reference import record
 

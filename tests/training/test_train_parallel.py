@@ -24,7 +24,8 @@ folder, index, *coordinator = sys.argv[1:]
 hosts = joined(*coordinator or [None], 2 if coordinator else 1, int(index))
 hosts.__enter__()
 import jax, numpy as np
-from jflash.training.drafter import make_lesson, random_rows
+from jflash.training.data import random_rows
+from jflash.training.drafter import make_lesson
 from jflash.training.recipe import Objective
 from jflash.training.recipe import TrainConfig
 from jflash.training.trainer import train
