@@ -1,1 +1,1 @@
-"""What a model and a request are: frozen records, which `jflash.io` fills and the rest reads."""
+"""What a model, a leaf and a request are: frozen records, which the rest of the tree reads."""

@@ -1,1 +1,1 @@
-"""From logits to tokens, and from a drafter's scores to drafts."""
+"""From logits to tokens: changes, filters, draws, acceptance, logprobs; from scores to drafts."""
