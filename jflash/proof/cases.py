@@ -1,6 +1,5 @@
 """The pairs that the lossless check decodes, with their prompts and shapes."""
 
-import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -75,8 +74,8 @@ def load_case(
         check_memory(models, fault_shape(), FAULT_CAPACITY, device_memory())
         return models
 
-    made = _tiny_math if name == "tiny-math" else functools.partial(_random_weights, name, layers)
-    case = made(dtype, seed, suited)
+    tiny = name == "tiny-math"
+    case = _tiny_math(dtype, seed, suited) if tiny else _random_weights(name, layers, suited)
 
     def ready(params: Params) -> Params:
         return with_rounding(case.models, with_context(case.models, params))
@@ -104,9 +103,7 @@ def _tiny_math(dtype: str, seed: int, suited: Callable[[Models], Models]) -> Cas
     )  # fmt: skip
 
 
-def _random_weights(
-    name: str, layers: int | None, dtype: str, seed: int, suited: Callable[[Models], Models]
-) -> Case:
+def _random_weights(name: str, layers: int | None, suited: Callable[[Models], Models]) -> Case:
     """Random weights of a published shape and two random drafters, on random prompts.
 
     Its greedy text does not run into loops: with norms of 1 attention is broad, so every new token
