@@ -67,7 +67,7 @@ async def chat(request: HttpRequest) -> Response:
         service, asked, [ids],
         max_tokens=asked.max_completion_tokens if newer else asked.max_tokens,
         limit_name="max_completion_tokens" if newer else "max_tokens",
-        stop_token_ids=asked.stop_token_ids or (), n=n,
+        stops=stops, stop_token_ids=asked.stop_token_ids or (), n=n,
         grammar=await service.grammar(form, thinks(service, prompt, names)),
         top_logprobs=(asked.top_logprobs or 0) if asked.logprobs else None,
     )  # fmt: skip

@@ -11,7 +11,6 @@ import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from jflash.io.text import mark_ids
 from jflash.server.answers import Step, Usage, one_by_one, steps
 from jflash.server.errors import invalid, json_response, unsupported
 from jflash.server.forms import form_of
@@ -46,7 +45,7 @@ async def completions(request: HttpRequest) -> Response:
         wanted = msgspec.structs.replace(asked, prompt_logprobs=most, stream=stream)
     requests = requests_of(
         service, wanted, prompts, max_tokens=1 if scores_only else max_tokens,
-        stop_token_ids=[*(asked.stop_token_ids or ()), *mark_ids(service.tokenizer, stops)], n=n,
+        stops=stops, stop_token_ids=asked.stop_token_ids or (), n=n,
         grammar=await service.grammar(form, thinks=False), top_logprobs=asked.logprobs,
     )  # fmt: skip
     if scores_only:

@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
+from jflash.io.text import mark_ids
 from jflash.records.decoding import Sampling
 from jflash.server.errors import invalid, unsupported
 from jflash.server.protocol import Asked
@@ -37,6 +38,7 @@ def requests_of(
     prompts: Sequence[Sequence[int]],
     *,
     max_tokens: int | None,
+    stops: Sequence[str] = (),
     stop_token_ids: Sequence[int] = (),
     n: int = 1,
     limit_name: str = "max_tokens",
@@ -45,6 +47,7 @@ def requests_of(
 ) -> list[Request]:
     """The engine's requests, `n` for each prompt. Without `max_tokens` the context is the limit.
 
+    Those of `stops` that are special tokens end a text by their ids, for no text has them.
     `top_logprobs` None asks for no logprobs at all.
     The samples of a seed differ in their index, as in `jflash.generate`.
     """
@@ -59,7 +62,8 @@ def requests_of(
     if asked.prompt_logprobs is not None and asked.stream:
         raise unsupported("prompt_logprobs", "a stream does not give them")
     ends = () if asked.ignore_eos else service.stop_ids
-    stop_ids = tuple(dict.fromkeys((*ends, *stop_token_ids)))
+    marks = mark_ids(service.tokenizer, stops)
+    stop_ids = tuple(dict.fromkeys((*ends, *stop_token_ids, *marks)))
     sampling = sampling_of(asked, service.sampling)
     seed = None if asked.seed is None else _seed(asked.seed)
     repetition = asked.repetition_penalty

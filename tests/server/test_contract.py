@@ -108,14 +108,12 @@ def test_completions_of_texts_and_ids_with_echo_stops_and_several_answers(client
 def test_a_stop_that_is_a_special_token_ends_a_text(client, model):
     """No text has it, since special tokens are left out."""
     prompt = f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
-    (got,) = client.completions.create(
-        model=model,
-        prompt=prompt,
-        max_tokens=60,
-        stop="<|im_end|>",
-        extra_body={"ignore_eos": True},
-    ).choices
+    how: dict = {"stop": "<|im_end|>", "extra_body": {"ignore_eos": True}}
+    [got] = client.completions.create(model=model, prompt=prompt, max_tokens=60, **how).choices
     assert (got.text, got.finish_reason) == (ANSWER, "stop")
+    chats = client.chat.completions
+    [got] = chats.create(model=model, messages=MESSAGES, max_tokens=60, **how).choices
+    assert (got.message.content, got.finish_reason) == (ANSWER, "stop")
 
 
 def test_an_effort_of_none_changes_nothing_in_a_model_without_thoughts(client, model):
