@@ -7,7 +7,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from jflash.server.errors import ApiError
+from jflash.server.errors import ApiError, too_late
 from jflash.server.metrics import Times
 from jflash.server.service import Service
 from jflash.serving.grammar import GrammarError
@@ -169,7 +169,4 @@ async def _one(
 def _ended_early(service: Service, reason: str) -> ApiError:
     if reason == "cancelled":
         return ApiError("the server is shutting down", status=503, code="shutting_down")
-    return ApiError(
-        f"the request took longer than {service.request_timeout:g} seconds", status=408,
-        code="timeout", headers={"x-should-retry": "false"},
-    )  # fmt: skip
+    return too_late(service.request_timeout)

@@ -53,3 +53,11 @@ def unsupported(param: str, why: str) -> ApiError:
 
 def invalid(param: str, why: str) -> ApiError:
     return ApiError(f"{param}: {why}", param=param, code="invalid_value")
+
+
+def too_late(seconds: float) -> ApiError:
+    """For an answer that the time limit has ended."""
+    return ApiError(
+        f"the request took longer than {seconds:g} seconds", status=408, code="timeout",
+        headers={"x-should-retry": "false"},
+    )  # fmt: skip

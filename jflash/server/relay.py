@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jflash.server.errors import ApiError
+from jflash.server.errors import ApiError, too_late
 from jflash.server.wire import DONE, body_of, last_words
 
 LOG = logging.getLogger("jflash.server")
@@ -109,19 +109,24 @@ def _scope(asked: Asked) -> Scope:
 
 
 class Relayed(Response):
-    """The answer of a replica to its request; it is among `running` while it comes."""
+    """The answer of a replica to its request; it is among `running` while it comes.
 
-    def __init__(self, call: Call, asked: Asked, running: "set[Relayed]") -> None:
+    It must begin within `seconds`, however long its request waits for a replica's turn.
+    """
+
+    def __init__(self, call: Call, asked: Asked, running: "set[Relayed]", seconds: float) -> None:
         super().__init__()
-        self._call, self._asked, self._running = call, asked, running
+        self._call, self._asked, self._running, self._seconds = call, asked, running, seconds
         self._limit: asyncio.Timeout | None = None
         self._begun: _Begun | None = None
+        self._why = too_late(seconds)  # it ends when the limit does
 
     def end(self) -> None:
         """Ends a running answer because the server ends; its reader hears of it."""
         assert self._limit is not None
         with contextlib.suppress(RuntimeError):  # it says its last words already
             self._limit.reschedule(0)
+            self._why = ApiError("the server is shutting down", status=503, code="shutting_down")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -131,18 +136,17 @@ class Relayed(Response):
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            async with asyncio.timeout(None) as self._limit:
+            async with asyncio.timeout(self._seconds) as self._limit:
                 self._running.add(self)
                 await self._passed_on(send)
         except TimeoutError:
             assert self._limit is not None
             if not self._limit.expired():
                 raise
-            ends = ApiError("the server is shutting down", status=503, code="shutting_down")
             if self._begun is not None and self._begun.sent:
-                await self._begun.end(ends)
+                await self._begun.end(self._why)
             else:
-                await ends.response()(scope, receive, send)
+                await self._why.response()(scope, receive, send)
         except Busy as error:
             refusal = ApiError(
                 f"the server is full: {error}", status=503, code="queue_full",
@@ -155,7 +159,8 @@ class Relayed(Response):
     async def _passed_on(self, send: Send) -> None:
         """The first answer that does not come from a replica that ends. Lost after TRIES."""
         for last in range(TRIES, 0, -1):
-            self._begun = begun = _Begun(send, named=self._asked.path == NAMED)
+            named = self._asked.path == NAMED
+            self._begun = begun = _Begun(send, named, self._unlimited)
             try:
                 async with contextlib.aclosing(self._call(self._asked)) as answer:
                     async for message in answer:
@@ -170,12 +175,21 @@ class Relayed(Response):
                     raise
             await asyncio.sleep(PAUSE)
 
+    def _unlimited(self) -> None:
+        """The replica sees to the end of an answer that begins; that of the server stays."""
+        assert self._limit is not None
+        if self._why.code == "timeout":
+            with contextlib.suppress(RuntimeError):  # the limit is over
+                self._limit.reschedule(None)
+
 
 class _Begun:
-    """Sends an answer on, its head together with the first piece of its body."""
+    """Sends an answer on, its head together with the first piece of its body; before these it calls
+    `begins`."""
 
-    def __init__(self, send: Send, named: bool) -> None:
-        self._send, self._named, self._head = send, named, dict[str, Any]()
+    def __init__(self, send: Send, named: bool, begins: Callable[[], None]) -> None:
+        self._send, self._named, self._begins = send, named, begins
+        self._head = dict[str, Any]()
         self.sent = self._whole = False
         self._events = 0  # of a stream
 
@@ -185,8 +199,9 @@ class _Begun:
             return
         if not self.sent:
             self._check(message.get("body", b""))
-            await self._send(self._head)
+            self._begins()
             self.sent = True
+            await self._send(self._head)
         self._whole = not message.get("more_body", False)
         self._events += message.get("body", b"").count(b"\n\n")  # with which each ends
         await self._send(message)

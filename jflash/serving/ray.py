@@ -105,8 +105,9 @@ class Ingress:
             path = request.scope["path"]
             if path in (WELL, READY) and request.method in ("GET", "HEAD"):
                 return await self._health(path)
-            asked = await asked_of(request, self._options.max_body)
-            return Relayed(self._call, asked, self._running)
+            options = self._options
+            asked = await asked_of(request, options.max_body)
+            return Relayed(self._call, asked, self._running, options.request_timeout)
         except ApiError as error:
             return error.response()
         except ClientGone:

@@ -52,7 +52,8 @@ def passed_on(monkeypatch):
         async def receive():
             raise AssertionError("the body was read before")
 
-        asyncio.run(Relayed(call, asked(path), set())({"type": "http"}, receive, send))
+        answer = Relayed(call, asked(path), set(), 60.0)
+        asyncio.run(answer({"type": "http"}, receive, send))
         assert [m["type"] for m in sent].count("http.response.start") == 1
         assert not sent[-1].get("more_body", False)
         return sent[0]["status"], b"".join(m.get("body", b"") for m in sent[1:]), len(left)
@@ -105,7 +106,7 @@ def test_an_answer_that_the_servers_end_cuts_off_says_so(begun):
         sent.append(message)
 
     async def main() -> None:
-        answer = Relayed(endless, asked(), running)
+        answer = Relayed(endless, asked(), running, 60.0)
         task = asyncio.create_task(answer({"type": "http"}, send, send))
         await asyncio.sleep(0)
         while len(sent) < len(begun):
@@ -120,6 +121,32 @@ def test_an_answer_that_the_servers_end_cuts_off_says_so(begun):
     said = body.removeprefix(b"data: {}\n\ndata: ").removesuffix(b"data: [DONE]\n\n")
     assert json.loads(said)["error"]["code"] == "shutting_down" and not running
     assert sent[0]["status"] == (200 if begun else 503) and not sent[-1].get("more_body")
+
+
+@pytest.mark.parametrize("begun", [[], WHOLE[:2]], ids=["silent", "begun"])
+def test_an_answer_that_does_not_begin_within_the_time_limit_says_so(begun):
+    """One that has begun is the replica's to end."""
+    sent, cancelled = [], []
+
+    async def late(_: Asked):
+        for message in begun:
+            yield message
+        try:
+            await asyncio.sleep(0.2)
+        except asyncio.CancelledError:
+            cancelled.append(True)
+            raise
+        yield WHOLE[-1]
+
+    async def send(message) -> None:
+        sent.append(message)
+
+    asyncio.run(Relayed(late, asked(), set(), 0.1)({"type": "http"}, send, send))
+    if begun:
+        assert sent == WHOLE and not cancelled
+        return
+    assert sent[0]["status"] == 408 and (b"x-should-retry", b"false") in sent[0]["headers"]
+    assert json.loads(sent[1]["body"])["error"]["code"] == "timeout" and cancelled
 
 
 def test_an_application_answers_a_request_and_sees_its_client_leave():
