@@ -7,7 +7,6 @@ import hmac
 import logging
 import time
 from collections.abc import Callable, Sequence
-from importlib.resources import files
 from typing import Any
 
 import msgspec
@@ -21,6 +20,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from jflash.server.about import ROUTES, About
 from jflash.server.chat import chat
 from jflash.server.completions import completions
 from jflash.server.conversation import prompt_text
@@ -33,10 +33,6 @@ from jflash.server.wire import ClientGone, body_of
 
 ACCESS = logging.getLogger("jflash.access")
 OPEN_PATHS = ("/", "/health", "/health/ready")  # without a key; the page asks for it
-PAGE_POLICY = (
-    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
-    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
 # What pages of allowed origins may send.
 OF_PAGES: Any = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
 CLIENT_GONE = 499  # only in the log, as in nginx's
@@ -46,6 +42,26 @@ def make_app(
     service: Service, *, api_keys: Sequence[str] = (), origins: Sequence[str] = ()
 ) -> Starlette:
     """The application; without `api_keys` every client may ask, without `origins` no other page."""
+    routes = [
+        *ROUTES,
+        Route("/v1/completions", completions, methods=["POST"]),
+        Route("/v1/chat/completions", chat, methods=["POST"]),
+        Route("/v1/responses", responses, methods=["POST"]),
+        Route("/tokenize", _tokenize, methods=["POST"]),
+        Route("/detokenize", _detokenize, methods=["POST"]),
+        Route("/health", _health),
+        Route("/health/ready", _ready),
+        Route("/metrics", _metrics),
+    ]
+    app = wrapped(routes, service.about, api_keys, origins)
+    app.state.service = service
+    return app
+
+
+def wrapped(
+    routes: Sequence[Route], about: About, api_keys: Sequence[str], origins: Sequence[str] = ()
+) -> Starlette:
+    """An application of these routes, with what wraps each request."""
     middleware = [Middleware(_AccessLog)]
     if origins:
         middleware.append(Middleware(CORSMiddleware, allow_origins=list(origins), **OF_PAGES))
@@ -54,53 +70,18 @@ def make_app(
     # Starlette has one outside of all others, where another page may not read what it answers.
     middleware.append(Middleware(ServerErrorMiddleware, handler=_broken))
     app = Starlette(
-        routes=[
-            Route("/", _page),
-            Route("/v1/models", _models),
-            Route("/v1/models/{name:path}", _model),
-            Route("/v1/completions", completions, methods=["POST"]),
-            Route("/v1/chat/completions", chat, methods=["POST"]),
-            Route("/v1/responses", responses, methods=["POST"]),
-            Route("/tokenize", _tokenize, methods=["POST"]),
-            Route("/detokenize", _detokenize, methods=["POST"]),
-            Route("/health", _health),
-            Route("/health/ready", _ready),
-            Route("/metrics", _metrics),
-            Route("/version", _version),
-        ],
+        routes=routes,
         middleware=middleware,
         exception_handlers={
             ApiError: _refused, ClientGone: _left, HTTPException: _http_error, Exception: _broken
         },
     )  # fmt: skip
-    app.state.service = service
+    app.state.about = about
     return app
 
 
 def _service(request: Request) -> Service:
     return request.app.state.service
-
-
-def _page(request: Request) -> Response:
-    page = files("jflash.server").joinpath("page.html").read_bytes()
-    headers = {"Content-Security-Policy": PAGE_POLICY, "X-Content-Type-Options": "nosniff"}
-    return Response(page, media_type="text/html; charset=utf-8", headers=headers)
-
-
-def _model_body(service: Service) -> dict:
-    return {
-        "id": service.name, "object": "model", "created": service.created, "owned_by": "jflash",
-        "max_model_len": service.engine.max_context,
-    }  # fmt: skip
-
-
-async def _models(request: Request) -> Response:
-    return json_response({"object": "list", "data": [_model_body(_service(request))]})
-
-
-async def _model(request: Request) -> Response:
-    _service(request).check_model(request.path_params["name"])
-    return json_response(_model_body(_service(request)))
 
 
 async def _tokenize(request: Request) -> Response:
@@ -155,13 +136,12 @@ async def _ready(request: Request) -> Response:
 
 
 async def _metrics(request: Request) -> Response:
-    return Response(
-        _service(request).metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8"
-    )
+    return figures_page(_service(request).metrics.text())
 
 
-async def _version(request: Request) -> Response:
-    return json_response({"version": _service(request).version})
+def figures_page(text: bytes) -> Response:
+    """The answer to Prometheus."""
+    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 async def _refused(_: Request, error: Exception) -> Response:

@@ -1,7 +1,7 @@
 """Figures for Prometheus under vLLM's names, so that dashboards and benchmark clients read them."""
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
@@ -13,6 +13,7 @@ from prometheus_client.core import (
     HistogramMetricFamily,
     Metric,
 )
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from jflash.serving.request import Event, Request
@@ -193,3 +194,28 @@ class _Now(Collector):
 
 def _held(stats: Stats) -> float:
     return 1 - stats.pages_available / stats.pages
+
+
+def of_replicas(texts: Mapping[str, bytes]) -> bytes:
+    """The figures of several servers, by their names, with a label that says whose each is."""
+    families = dict[str, Metric]()
+    for replica, text in texts.items():
+        for family in text_string_to_metric_families(text.decode()):
+            about = family.name, family.documentation, family.type
+            kept = families.setdefault(family.name, Metric(*about))
+            for sample in family.samples:
+                labels = sample.labels | {"replica": replica}
+                kept.add_sample(sample.name, labels, sample.value)
+    registry = CollectorRegistry()
+    registry.register(_Read(list(families.values())))
+    return generate_latest(registry)
+
+
+class _Read(Collector):
+    """Figures that another process has counted."""
+
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> list[Metric]:
+        return self._families

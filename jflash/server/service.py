@@ -12,6 +12,7 @@ from jflash.io.harmony import CHANNEL, FINAL, MESSAGE
 from jflash.io.text import decode, token_ids
 from jflash.records.decoding import Sampling
 from jflash.server import tools
+from jflash.server.about import About
 from jflash.server.errors import ApiError, invalid, unsupported
 from jflash.server.forms import Form
 from jflash.server.metrics import Metrics
@@ -153,12 +154,12 @@ class Service(Settings):
             raise unsupported(form.param, f"{CLOSE} is not one token: turn the thoughts off")
         return Opening(self.thought_marks[1])
 
+    @functools.cached_property
+    def about(self) -> About:
+        return About(self.name, self.version, self.created, self.engine.max_context)
+
     def check_model(self, name: str | None) -> None:
-        if name not in (None, self.name):
-            raise ApiError(
-                f"the model {name!r} does not exist: this server has {self.name!r}",
-                status=404, param="model", code="model_not_found",
-            )  # fmt: skip
+        self.about.check_model(name)
 
     async def encode(self, text: str, special: bool) -> list[int]:
         """A text's ids, a long one's off the event loop; `special` adds the tokenizer's special

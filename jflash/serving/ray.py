@@ -14,7 +14,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any
 
 import ray
@@ -33,9 +33,10 @@ from jflash.cli.options import serve as serve_options
 from jflash.cli.options.by_name import argv_of, refuse_of_ray, with_absolute_places
 from jflash.cli.served import FAILED, api_keys, counted_compilations, loaded
 from jflash.io.foreign import one_line
+from jflash.server.about import About
 from jflash.server.app import CLIENT_GONE, make_app
 from jflash.server.errors import ApiError
-from jflash.server.fleet import READY, WELL, ForPages, health
+from jflash.server.fleet import READY, WELL, ForPages, Known, News, health
 from jflash.server.relay import Asked, Busy, Lost, Relayed, asked_of, messages
 from jflash.server.run import LAST_WORDS, LOOK_EVERY, log_to_stderr, watch
 from jflash.server.service import service_of
@@ -66,8 +67,9 @@ class Replica:
         self._options, found = options, loaded(options)
         self._service = service_of(found.settings, Local(found.engine))
         counted_compilations(self._service.metrics.compiled.inc)
-        self._app = make_app(self._service, api_keys=api_keys(options))
-        self._watch: asyncio.Task | None = None
+        self._keys = api_keys(options)
+        self._app = make_app(self._service, api_keys=self._keys)
+        self._beside = list[asyncio.Task]()
 
     async def answer(self, asked: Asked) -> AsyncIterator[Message]:
         async for message in messages(self._app, asked):
@@ -75,9 +77,11 @@ class Replica:
 
     async def check_health(self) -> None:
         """Ray asks now and then; a replica that failed or hangs ends, with its process."""
-        if self._watch is None:
-            ends = watch(self._service, self._options.hang_timeout, lambda: os._exit(FAILED))
-            self._watch = asyncio.create_task(ends)
+        if not self._beside:
+            service = self._service
+            ends = watch(service, self._options.hang_timeout, lambda: os._exit(FAILED))
+            tells = tell(service.about, self._keys, service.metrics.text)
+            self._beside = [asyncio.create_task(each) for each in (ends, tells)]
         if self._service.failures:
             raise RuntimeError(self._service.failures[0])
 
@@ -86,12 +90,26 @@ class Replica:
             self._service.engine.close()
 
 
+async def tell(about: About, keys: list[str], figures: Callable[[], bytes]) -> None:
+    """Tells the ingress of a replica's fleet, now and then, what the replica is and has counted: a
+    question for it would wait behind requests."""
+    me = serve.get_replica_context()
+    while True:
+        try:
+            ingress = serve.get_deployment_handle("ingress", me.app_name)
+            await ingress.hear.remote(News(me.replica_id.unique_id, about, keys, figures()))
+        except Exception as error:  # Ray has many; the next ingress hears it
+            LOG.warning("the ingress does not hear a replica: %s", one_line(error))
+        await asyncio.sleep(CHECK)
+
+
 class Ingress:
     """What clients reach: it has no model, and asks again where a replica was lost."""
 
     def __init__(self, replicas: Any, options: argparse.Namespace) -> None:
         self._replicas, self._options = replicas.options(stream=True), options
         self._running, self._closing = set[Relayed](), False
+        self._known = Known()
         self._app = serve.get_replica_context().app_name
 
     async def __call__(self, request: Request) -> Response:
@@ -105,6 +123,8 @@ class Ingress:
             path = request.scope["path"]
             if path in (WELL, READY) and request.method in ("GET", "HEAD"):
                 return await self._health(path)
+            if answer := self._known.answer(request.scope):
+                return answer
             options = self._options
             asked = await asked_of(request, options.max_body)
             return Relayed(self._call, asked, self._running, options.request_timeout)
@@ -117,6 +137,9 @@ class Ingress:
         o, working = self._options, await asyncio.to_thread(_working, self._app)
         waiting = len(self._running) - AT_ONCE * o.max_batch * working
         return health(path, working, waiting, o.max_queue * (o.replicas or 1))
+
+    async def hear(self, news: News) -> None:
+        self._known.hear(news)
 
     async def drain(self, seconds: float) -> None:
         """Refuses new requests, and returns when the others have ended: after `seconds` those that

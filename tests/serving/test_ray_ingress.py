@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
+from jflash.server.about import About
 from jflash.server.relay import Asked
 from tests.support.ray_marks import MARKS, served
 
@@ -20,7 +21,14 @@ class Sleeper:
     """A replica that answers after a second."""
 
     def __init__(self, _: object) -> None:
-        pass
+        self._tells: asyncio.Task | None = None
+
+    async def check_health(self) -> None:
+        from jflash.serving.ray import tell
+
+        if self._tells is None:
+            tells = tell(About("sleeper", "1", 1, 8), [], lambda: b"naps_total 3\n")
+            self._tells = asyncio.create_task(tells)
 
     async def answer(self, asked: Asked) -> AsyncIterator[dict]:
         await asyncio.sleep(1.0)
@@ -64,6 +72,23 @@ def test_the_health_of_a_full_fleet_waits_for_no_replica(url):
             assert not full.done() and time.monotonic() - begin < 1
             assert well.json() == {"status": "ok"}
             assert ready.status_code == 503 and ready.json()["error"]["code"] == "queue_full"
+            await full
+
+    asyncio.run(main())
+
+
+def test_what_all_replicas_are_is_told_by_a_full_fleet(url):
+    async def main() -> None:
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+            full = asyncio.create_task(answers_of(url, 9))
+            await asyncio.sleep(0.3)
+            begin = time.monotonic()
+            paths = "/v1/models", "/version", "/", "/metrics"
+            models, version, page, figures = [await client.get(path) for path in paths]
+            assert not full.done() and time.monotonic() - begin < 1
+            assert models.json()["data"][0]["id"] == "sleeper"
+            assert version.json() == {"version": "1"} and "<html" in page.text
+            assert 'naps_total{replica="' in figures.text
             await full
 
     asyncio.run(main())
