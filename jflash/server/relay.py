@@ -22,6 +22,7 @@ LOG = logging.getLogger("jflash.server")
 TRIES, PAUSE = 10, 0.5  # seconds between two; a replica that fails is gone after some
 NAMED = "/v1/responses"  # its events have names
 GOING = ("engine_failed", "shutting_down")  # codes of a replica that ends soon
+TAKEN: Message = {"type": "jflash.taken"}  # before the answer: the request's turn has come
 
 
 class Lost(Exception):
@@ -68,7 +69,9 @@ def _beginning(body: bytes) -> str:
 
 
 async def messages(app: ASGIApp, asked: Asked) -> AsyncIterator[Message]:
-    """The answer of the replica's application. To close the iterator is to disconnect."""
+    """TAKEN, and the answer of the replica's application. To close the iterator is to
+    disconnect."""
+    yield TAKEN
     given, gone = asyncio.Queue[Message | None](), asyncio.Event()
     bodies = [{"type": "http.request", "body": asked.body, "more_body": False}]
 
@@ -111,7 +114,8 @@ def _scope(asked: Asked) -> Scope:
 class Relayed(Response):
     """The answer of a replica to its request; it is among `running` while it comes.
 
-    It must begin within `seconds`, however long its request waits for a replica's turn.
+    Its request waits for a replica's turn for at most `seconds`; how long it runs is the replica's
+    to say.
     """
 
     def __init__(self, call: Call, asked: Asked, running: "set[Relayed]", seconds: float) -> None:
@@ -119,6 +123,7 @@ class Relayed(Response):
         self._call, self._asked, self._running, self._seconds = call, asked, running, seconds
         self._limit: asyncio.Timeout | None = None
         self._begun: _Begun | None = None
+        self._latest: float | None = None  # when a replica is to have taken it
         self._why = too_late(seconds)  # it ends when the limit does
 
     def end(self) -> None:
@@ -137,6 +142,7 @@ class Relayed(Response):
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             async with asyncio.timeout(self._seconds) as self._limit:
+                self._latest = self._limit.when()
                 self._running.add(self)
                 await self._passed_on(send)
         except TimeoutError:
@@ -159,12 +165,15 @@ class Relayed(Response):
     async def _passed_on(self, send: Send) -> None:
         """The first answer that does not come from a replica that ends. Lost after TRIES."""
         for last in range(TRIES, 0, -1):
-            named = self._asked.path == NAMED
-            self._begun = begun = _Begun(send, named, self._unlimited)
+            self._within(self._latest)
+            self._begun = begun = _Begun(send, named=self._asked.path == NAMED)
             try:
                 async with contextlib.aclosing(self._call(self._asked)) as answer:
                     async for message in answer:
-                        await begun.take(message)
+                        if message == TAKEN:
+                            self._within(None)
+                        else:
+                            await begun.take(message)
                 return
             except Lost as error:
                 LOG.warning("%s %s: %s", self._asked.method, self._asked.path, error)
@@ -175,21 +184,19 @@ class Relayed(Response):
                     raise
             await asyncio.sleep(PAUSE)
 
-    def _unlimited(self) -> None:
-        """The replica sees to the end of an answer that begins; that of the server stays."""
+    def _within(self, latest: float | None) -> None:
+        """Sets the limit anew, unless the server has set it to end."""
         assert self._limit is not None
         if self._why.code == "timeout":
-            with contextlib.suppress(RuntimeError):  # the limit is over
-                self._limit.reschedule(None)
+            with contextlib.suppress(RuntimeError):  # it is over
+                self._limit.reschedule(latest)
 
 
 class _Begun:
-    """Sends an answer on, its head together with the first piece of its body; before these it calls
-    `begins`."""
+    """Sends an answer on, its head together with the first piece of its body."""
 
-    def __init__(self, send: Send, named: bool, begins: Callable[[], None]) -> None:
-        self._send, self._named, self._begins = send, named, begins
-        self._head = dict[str, Any]()
+    def __init__(self, send: Send, named: bool) -> None:
+        self._send, self._named, self._head = send, named, dict[str, Any]()
         self.sent = self._whole = False
         self._events = 0  # of a stream
 
@@ -199,7 +206,6 @@ class _Begun:
             return
         if not self.sent:
             self._check(message.get("body", b""))
-            self._begins()
             self.sent = True
             await self._send(self._head)
         self._whole = not message.get("more_body", False)

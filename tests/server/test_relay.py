@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
 from jflash.server import relay
-from jflash.server.relay import Asked, Busy, Lost, Relayed, messages
+from jflash.server.relay import TAKEN, Asked, Busy, Lost, Relayed, messages
 
 TEXT, RESPONSES = "/v1/completions", "/v1/responses"
 
@@ -123,30 +123,39 @@ def test_an_answer_that_the_servers_end_cuts_off_says_so(begun):
     assert sent[0]["status"] == (200 if begun else 503) and not sent[-1].get("more_body")
 
 
-@pytest.mark.parametrize("begun", [[], WHOLE[:2]], ids=["silent", "begun"])
-def test_an_answer_that_does_not_begin_within_the_time_limit_says_so(begun):
-    """One that has begun is the replica's to end."""
-    sent, cancelled = [], []
+@pytest.mark.parametrize(
+    ("first", "status"),
+    [([], 408), ([TAKEN, Lost("dead")], 408), ([TAKEN], 200)],
+    ids=["waits", "lost", "runs"],
+)
+def test_a_request_waits_for_its_turn_as_long_as_the_time_limit(monkeypatch, first, status):
+    """How long one runs whose turn has come is the replica's to say."""
+    monkeypatch.setattr(relay, "PAUSE", 0.0)
+    replicas, sent, cancelled = [first, []], [], []
 
     async def late(_: Asked):
-        for message in begun:
+        for message in replicas.pop(0):
+            if isinstance(message, Exception):
+                raise message
             yield message
         try:
             await asyncio.sleep(0.2)
         except asyncio.CancelledError:
             cancelled.append(True)
             raise
-        yield WHOLE[-1]
+        for message in WHOLE:
+            yield message
 
     async def send(message) -> None:
         sent.append(message)
 
     asyncio.run(Relayed(late, asked(), set(), 0.1)({"type": "http"}, send, send))
-    if begun:
-        assert sent == WHOLE and not cancelled
+    assert sent[0]["status"] == status and bool(cancelled) == (status == 408)
+    if status == 200:
+        assert sent == WHOLE
         return
-    assert sent[0]["status"] == 408 and (b"x-should-retry", b"false") in sent[0]["headers"]
-    assert json.loads(sent[1]["body"])["error"]["code"] == "timeout" and cancelled
+    assert (b"x-should-retry", b"false") in sent[0]["headers"]
+    assert json.loads(sent[1]["body"])["error"]["code"] == "timeout"
 
 
 def test_an_application_answers_a_request_and_sees_its_client_leave():
@@ -170,9 +179,11 @@ def test_an_application_answers_a_request_and_sees_its_client_leave():
     app = Starlette(routes=routes)
 
     async def main() -> None:
-        got = [message async for message in messages(app, asked())]
+        taken, *got = [message async for message in messages(app, asked())]
+        assert taken == TAKEN
         assert got[0]["status"] == 200 and json.loads(got[1]["body"]) == {"prompt": "ab"}
         answer = messages(app, asked(RESPONSES))
+        assert await anext(answer) == TAKEN
         assert (await anext(answer))["type"] == "http.response.start"
         assert (await anext(answer))["body"] == b"more"
         assert not ended
