@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from codecs import BOM_UTF8
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
 import msgspec
@@ -21,7 +22,8 @@ class ClientGone(Exception):
 
 
 async def body_of(request: Request, most: int) -> bytes:
-    """The whole body; ApiError if it is too long or too slow."""
+    """The whole body, without the mark that some editors put before UTF-8; ApiError if it is too
+    long or too slow."""
     body = bytearray()
     try:
         async with asyncio.timeout(BODY_SECONDS):
@@ -38,7 +40,7 @@ async def body_of(request: Request, most: int) -> bytes:
         ) from None
     except ClientDisconnect:
         raise ClientGone from None
-    return bytes(body)
+    return bytes(body.removeprefix(BOM_UTF8))
 
 
 async def while_there[T](request: Request, work: Awaitable[T]) -> T:

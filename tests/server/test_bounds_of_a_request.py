@@ -3,6 +3,7 @@
 import random
 import threading
 import time
+from codecs import BOM_UTF8
 from multiprocessing import Pipe
 from typing import Any
 
@@ -69,6 +70,12 @@ def test_a_stop_is_looked_at_no_further_than_the_text_goes():
 def test_stops_that_are_too_long_or_too_many(client, stop, why):
     error = error_of(client.post(TEXT, json={"prompt": "ab", "stop": stop}))
     assert error["param"] == "stop" and why in error["message"]
+
+
+def test_the_mark_before_utf_8_is_no_part_of_a_body(client):
+    """Windows' editors put it there, and curl sends a file as it is."""
+    body = b'{"prompt": "ab", "model": "none"}'
+    assert error_of(client.post(TEXT, content=BOM_UTF8 + body), 404)["param"] == "model"
 
 
 @pytest.mark.parametrize("prompt", [["a"] * 800, [[1]] * 800])
