@@ -52,9 +52,10 @@ def _turn(message: Message, where: str) -> dict[str, Any]:
     if message.role not in ROLES:
         raise invalid(f"{where}.role", f"{message.role!r} is none of {', '.join(ROLES)}")
     calls = message.tool_calls or []
-    if message.content is None and not calls:
+    content = message.refusal if message.content is None else message.content
+    if content is None and not calls:
         raise invalid(f"{where}.content", "is missing")
-    text = text_of(message.content, f"{where}.content")
+    text = text_of(content, f"{where}.content")
     turn: dict[str, Any] = {"role": ROLES[message.role], "content": text}
     for name in ("name", "reasoning_content", "tool_call_id"):
         if getattr(message, name) is not None:
@@ -84,11 +85,12 @@ def text_of(content: str | Sequence[Part] | None, where: str) -> str:
         return content or ""
     texts = []
     for index, part in enumerate(content):
-        if part.type not in ("text", "input_text", "output_text"):
+        if part.type not in ("text", "input_text", "output_text", "refusal"):
             raise unsupported(f"{where}[{index}].type", f"{part.type!r} cannot be read")
-        if part.text is None:
-            raise invalid(f"{where}[{index}].text", "is missing")
-        texts.append(part.text)
+        name = "refusal" if part.type == "refusal" else "text"
+        if (text := getattr(part, name)) is None:
+            raise invalid(f"{where}[{index}].{name}", "is missing")
+        texts.append(text)
     return "".join(texts)
 
 

@@ -85,10 +85,11 @@ class Completion(Asked, kw_only=True):
 
 
 class Part(Struct):
-    """A piece of a message's content; only text can be read."""
+    """A piece of a message's content; only text can be read, a refusal's among it."""
 
     type: str
     text: str | None = None
+    refusal: str | None = None
 
 
 class FunctionCall(Struct):
@@ -105,6 +106,7 @@ class ToolCall(Struct):
 class Message(Struct, kw_only=True):
     role: Text
     content: str | list[Part] | None = None
+    refusal: str | None = None
     name: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[ToolCall] | None = None

@@ -24,6 +24,7 @@ SAYS = {"type": "message", "role": "assistant", "content": "so"}
 ONE, TWO = ({"type": "function_call", "call_id": x, "name": x} for x in NAMES)
 GAVE = {"type": "function_call_output", "call_id": "one", "output": "7"}
 ASKS = {"role": "user", "content": "abc"}
+REFUSES = {"type": "refusal", "refusal": "no"}  # as another server's answer may come back
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +72,7 @@ def test_an_answer_that_comes_back_is_one_turn_as_in_a_chat(engine, client):
         ([ASKS, SAYS, SAYS, ONE], "[u:,abc][a:,so][a:,so,one]"),
         ([THOUGHTS, ASKS, ONE], "[u:,abc][a:,,one]"),
         ([ASKS | {"type": None, "phase": None}, SAYS], "[u:,abc][a:,so]"),
+        ([ASKS, {"role": "assistant", "content": [REFUSES]}, ASKS], "[u:,abc][a:,no][u:,abc]"),
         ([ASKS, ONE, GAVE | {"output": [{"x": 1}]}], '[u:,abc][a:,,one][t:,[{"x":1}]]'),
     ],
 )
@@ -78,6 +80,14 @@ def test_only_items_of_one_answer_are_one_turn(engine, client, items, prompt):
     engine.text = "a<end>"
     assert client.post(RESPONSES, json={"input": items}).status_code == 200
     assert engine.prompt() == prompt
+
+
+@pytest.mark.parametrize("said", [{"content": None, "refusal": "no"}, {"content": [REFUSES]}])
+def test_a_refusal_that_comes_back_is_what_the_assistant_said(engine, client, said):
+    engine.text = "a<end>"
+    turns = [ASKS, {"role": "assistant"} | said, ASKS]
+    assert client.post(CHAT, json={"messages": turns}).status_code == 200
+    assert engine.prompt() == "[u:,abc][a:,no][u:,abc]"
 
 
 def test_a_template_of_channels_gets_each_call_in_a_turn_of_its_own():
