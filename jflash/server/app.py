@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -88,15 +87,15 @@ async def _tokenize(request: Request) -> Response:
     service = _service(request)
     asked = read(await body_of(request, service.max_body), Tokenize)
     service.check_model(asked.model)
-    if (asked.prompt is msgspec.UNSET) == (asked.messages is msgspec.UNSET):
+    if (asked.prompt is None) == (asked.messages is None):
         raise invalid("prompt", "give either prompt or messages")
-    if isinstance(asked.messages, list):
+    if asked.messages is not None:
         names = thinking(service, None, asked.chat_template_kwargs or {})
         tools = wanted(asked.tools, None, service.template)
         ids = await service.encode(prompt_text(service, asked.messages, tools, names), False)
     else:
-        assert isinstance(asked.prompt, str)
-        ids = await service.encode(asked.prompt, asked.add_special_tokens)
+        assert asked.prompt is not None
+        ids = await service.encode(asked.prompt, asked.add_special_tokens is not False)
     strings = None
     if asked.return_token_strs:
         strings = service.tokenizer.convert_ids_to_tokens(ids)

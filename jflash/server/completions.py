@@ -70,9 +70,9 @@ async def completions(request: HttpRequest) -> Response:
 
 async def _prompts(service: Service, asked: Completion, n: int) -> list[list[int]]:
     """The prompts' ids: one text, many, one list of ids or many; not too many for `n` answers."""
-    given = asked.prompt
+    given, special = asked.prompt, asked.add_special_tokens is not False
     if isinstance(given, str):
-        return [await service.encode(given, asked.add_special_tokens)]
+        return [await service.encode(given, special)]
     if not given:
         raise invalid("prompt", "the list is empty")
     texts = [each for each in given if isinstance(each, str)]
@@ -81,7 +81,7 @@ async def _prompts(service: Service, asked: Completion, n: int) -> list[list[int
         check_count(service, len(given), n)
     lists = [each for each in given if isinstance(each, list)]
     if len(texts) == len(given):
-        return [await service.encode(text, asked.add_special_tokens) for text in texts]
+        return [await service.encode(text, special) for text in texts]
     if len(ids) == len(given):
         return [ids]
     if len(lists) == len(given):
@@ -92,7 +92,7 @@ async def _prompts(service: Service, asked: Completion, n: int) -> list[list[int
 def _added(service: Service, asked: Completion, ids: Sequence[int]) -> int:
     """How many tokens the tokenizer has put before the prompt's text, which an echo leaves out."""
     text = isinstance(asked.prompt, str) or isinstance(asked.prompt[0], str)
-    begin = service.begins_with if text and asked.add_special_tokens else None
+    begin = service.begins_with if text and asked.add_special_tokens is not False else None
     return int(begin is not None and len(ids) > 0 and ids[0] == begin)
 
 

@@ -8,7 +8,7 @@ import re
 from typing import Annotated, Any
 
 import msgspec
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import Meta, Struct
 
 from jflash.server.errors import ApiError, invalid, unsupported
 from jflash.serving.request import MOST
@@ -77,7 +77,7 @@ class Completion(Asked, kw_only=True):
     stream_options: StreamOptions | None = None
     n: Count | None = None
     echo: bool | None = None
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = None
     best_of: Count | None = None
     suffix: str | None = None
     logprobs: Few | None = None  # the number of most probable tokens
@@ -170,9 +170,9 @@ class Tokenize(Struct, kw_only=True):
     """/tokenize: a text, or messages through the chat template."""
 
     model: str | None = None
-    prompt: str | UnsetType = UNSET
-    messages: list[Message] | UnsetType = UNSET
-    add_special_tokens: bool = True
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None

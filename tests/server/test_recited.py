@@ -19,6 +19,7 @@ from openai.lib.streaming.chat import ChatCompletionStreamState
 from starlette.testclient import TestClient
 
 from jflash.compiled.shape import Shape
+from jflash.server import protocol
 from jflash.server.app import make_app
 from jflash.server.metrics import Metrics, Times
 from jflash.server.run import listen, server_of
@@ -297,6 +298,30 @@ def test_a_form_that_waits_for_the_end_of_thoughts_has_them_before_it(opens):
     assert ("reasoning_content" in plain) == bool(opens)
     assert none["choices"][0]["message"]["content"] == "{}"
     assert engine.asked[-1].grammar is not None and engine.asked[-1].grammar.opens is None
+
+
+@pytest.mark.parametrize(
+    ("route", "kind", "given"),
+    [
+        (CHAT, protocol.Chat, {"messages": MESSAGES}),
+        (TEXT, protocol.Completion, {"prompt": "abc"}),
+        (RESPONSES, protocol.Responses, {"input": "abc"}),
+        ("/tokenize", protocol.Tokenize, {"prompt": "abc"}),
+        ("/tokenize", protocol.Tokenize, {"messages": MESSAGES}),
+        ("/detokenize", protocol.Detokenize, {"tokens": [3]}),
+    ],
+)
+def test_a_field_that_is_null_is_as_one_that_is_not_given(engine, client, route, kind, given):
+    engine.text = "ab<end>"
+    nulls = dict.fromkeys(kind.__struct_fields__)
+    answer = client.post(route, json=nulls | given)
+    assert answer.status_code == 200, answer.text
+    varies = ("id", "created", "created_at", "output")
+    one, other = (
+        {name: value for name, value in got.json().items() if name not in varies}
+        for got in (answer, client.post(route, json=given))
+    )
+    assert one == other
 
 
 def test_usage_in_the_chunks_of_completions(engine, sdk):
