@@ -202,7 +202,8 @@ NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
     "previous_response_id": ((), "nothing is stored: send the whole conversation as input"),
     "conversation": ((), "nothing is stored: send the whole conversation as input"),
     "background": ((False,), "nothing is stored"),
-    "include": (([],), "there is nothing to add"),
+    # An item of thoughts has their text, by which a client without a store brings them back.
+    "include": (([], ["reasoning.encrypted_content"]), "there is nothing to add"),
     "truncation": (("disabled", "auto"), "a prompt is never cut"),
     "max_tool_calls": ((), "the server calls no tools itself"),
 }

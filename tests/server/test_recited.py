@@ -324,6 +324,15 @@ def test_a_field_that_is_null_is_as_one_that_is_not_given(engine, client, route,
     assert one == other
 
 
+@pytest.mark.parametrize("include", [[], ["reasoning.encrypted_content"]])
+def test_what_clients_without_a_store_ask_for_beside_thoughts_changes_nothing(engine, sdk, include):
+    """The thoughts' text is there in any case, and is read where it comes back."""
+    engine.text = "<think>hm</think>ab<end>"
+    answer = sdk.responses.create(model="small", input="abc", store=False, include=include)
+    thoughts, message = answer.output
+    assert (thoughts.content[0].text, message.content[0].text) == ("hm", "ab")
+
+
 def test_usage_in_the_chunks_of_completions(engine, sdk):
     engine.text = "abcde<end>"
     how: dict[str, Any] = {"model": "small", "prompt": "xyz", "stream": True}
