@@ -35,7 +35,7 @@ async def completions(request: HttpRequest) -> Response:
     for ids in prompts:
         service.check_ids(ids, "prompt")
     max_tokens = MAX_TOKENS if asked.max_tokens is None else asked.max_tokens
-    scores_only = asked.echo is True and max_tokens == 0 and not asked.stream
+    scores_only = asked.echo is True and max_tokens == 0
     form = form_of(asked, asked.response_format, "response_format")
     wanted = asked
     if (likely := _likely_of_echo(asked)) is not None:
@@ -58,12 +58,12 @@ async def completions(request: HttpRequest) -> Response:
     handles = await service.submit(requests, "prompt")
     usage = Usage(prompt=sum(map(len, prompts)), each=n)
     request.state.usage = usage
+    given = service, asked, prompts, unseen, handles, stops, usage, echoes, scores_only
     if asked.stream:
-        values = _chunks(service, asked, prompts, unseen, handles, stops, usage, echoes)
+        values = _chunks(*given)
         return Events(values, lambda: service.release(handles), seconds=2 * service.request_timeout)
     try:
-        whole = _whole(service, asked, prompts, unseen, handles, stops, usage, echoes, scores_only)
-        return await while_there(request, whole)
+        return await while_there(request, _whole(*given))
     finally:
         service.release(handles)
 
@@ -177,9 +177,11 @@ async def _chunks(
     stops: Sequence[str],
     usage: Usage,
     echoes: Sequence[str],
+    scores_only: bool,
 ) -> AsyncGenerator[list[Any]]:
     """The echoed prompts, each as a chunk, then one chunk a step; in lists of those that are there
-    without waiting. An echo with numbers comes with the first step, which has them."""
+    without waiting. An echo with numbers comes with the first step, which has them. With
+    `scores_only` the step's chunk is the end alone."""
     frame, options = _frame(service), asked.stream_options or StreamOptions()
 
     def chunk(choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -192,11 +194,16 @@ async def _chunks(
     async def of(step: Step) -> list[dict[str, Any]]:
         i, echoed = step.answer, list[dict[str, Any]]()
         if step.first and likely is not None:
-            ids, first = prompts[i // usage.each], unseen[i // usage.each]
-            write = partial(writers[i].prompt, ids, step.event, likely, first)
+            ids, first, event = prompts[i // usage.each], unseen[i // usage.each], step.event
+            if scores_only:
+                event = whole_prompt(handles[i].request, ids, event)
+            write = partial(writers[i].prompt, ids, event, likely, first)
             scores = await service.beside(len(ids), write)
             echoed = [chunk([_choice(i, echoes[i], None, scores)])]
         usage.add(step)
+        if scores_only:
+            usage.new = 0
+            return [*echoed, chunk([_choice(i, "", "length")])]
         scores = writers[i].step(step.event)
         return [*echoed, chunk([_choice(i, step.text, step.finish, scores)])]
 

@@ -302,6 +302,13 @@ def test_a_prompt_that_fills_the_context_is_scored(client, model):
         numbers = getattr(short.logprobs, name)
         assert numbers == getattr(choice.logprobs, name)[:510]
         assert numbers == getattr(first.logprobs, name)[:510]
+    options = {"include_usage": True}
+    echoed, end, used = client.completions.create(
+        prompt=ids[:510], stream=True, stream_options=options, **how
+    )
+    assert echoed.choices[0].logprobs == short.logprobs and echoed.choices[0].text == short.text
+    assert (end.choices[0].text, end.choices[0].finish_reason) == ("", "length")
+    assert (used.usage.prompt_tokens, used.usage.completion_tokens) == (510, 0)
     one = client.completions.create(prompt=ids[:1], **how).choices[0]
     assert one.logprobs.token_logprobs == [None] and one.text == short.text[:1]
     silent = client.completions.create(model=model, prompt=ids, max_tokens=0, echo=True)
