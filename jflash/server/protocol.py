@@ -58,13 +58,21 @@ class Asked(Struct, kw_only=True):
     logit_bias: dict[str, float] | None = None
     logprobs_mode: str | None = None  # jflash's: raw or processed
     draft_rule: str | None = None  # jflash's
-    cache_salt: Text | None = None  # vLLM's, as are the next six
+    cache_salt: Text | None = None  # vLLM's, as are the next ones
     prompt_logprobs: Few | None = None
     guided_json: str | dict[str, Any] | bool | None = None
     guided_regex: Text | None = None
     guided_choice: Choices | None = None
     guided_grammar: Text | None = None
     structured_outputs: StructuredOutputs | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    truncate_prompt_tokens: int | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
 
 
 class Completion(Asked, kw_only=True):
@@ -206,6 +214,14 @@ NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
     "include": (([], ["reasoning.encrypted_content"]), "there is nothing to add"),
     "truncation": (("disabled", "auto"), "a prompt is never cut"),
     "max_tool_calls": ((), "the server calls no tools itself"),
+    "bad_words": (([],), "give logit_bias"),
+    "allowed_token_ids": ((), "give logit_bias, or a form of the answer"),
+    "truncate_prompt_tokens": ((), "a prompt is never cut"),
+    "use_beam_search": ((False,), "one text is followed at a time"),
+    "length_penalty": ((1,), "one text is followed at a time"),
+    "include_stop_str_in_output": ((False,), "an answer ends before its stop"),
+    "skip_special_tokens": ((True,), "an answer has none"),
+    "return_tokens_as_token_ids": ((False,), "logprobs have the tokens' texts"),
 }
 
 

@@ -441,6 +441,20 @@ CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/response
         (CHAT, {"top_logprobs": 3}, "top_logprobs", "invalid_value"),
         (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_type"),
         (CHAT, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", None),
+        *(
+            (route, {name: value}, name, "unsupported_parameter")  # vLLM's, which honours them
+            for route in (CHAT, TEXT)
+            for name, value in (
+                ("bad_words", ["x"]),
+                ("allowed_token_ids", [5]),
+                ("truncate_prompt_tokens", 9),
+                ("use_beam_search", True),
+                ("length_penalty", 0.5),
+                ("include_stop_str_in_output", True),
+                ("skip_special_tokens", False),
+                ("return_tokens_as_token_ids", True),
+            )
+        ),
         (CHAT, {"tools": [WEATHER]}, "tools", "unsupported_parameter"),
         (CHAT, {"tools": [{}]}, "tools[0]", "invalid_value"),
         (CHAT, {"tool_choice": "required"}, "tool_choice", "invalid_value"),
@@ -496,6 +510,16 @@ def test_a_wrong_field_is_refused_by_its_name(server, route, changes, param, cod
     error = answer.json()["error"]
     assert error["param"] == param and error["message"] and error["type"]
     assert code is None or error["code"] == code
+
+
+def test_a_value_that_changes_nothing_is_taken():
+    """As clients of vLLM send its defaults."""
+    body = (
+        b'{"messages": [{"role": "user", "content": "x"}], "bad_words": [], "length_penalty": 1.0,'
+        b'"use_beam_search": false, "include_stop_str_in_output": false,'
+        b'"skip_special_tokens": true, "return_tokens_as_token_ids": false}'
+    )
+    assert read(body, Chat).skip_special_tokens
 
 
 @pytest.mark.parametrize(
