@@ -138,7 +138,7 @@ async def _one(
                 first, queued = not tokens, event.queued
                 piece, event = reading.take(event)
                 finish = event.finish_reason
-                if reading.text.stopped:
+                if reading.stopped:
                     handle.cancel()
                 metrics.step(event, prompt_tokens, now - last, first)
                 first_seconds, last = now - begin if first else first_seconds, now

@@ -12,7 +12,7 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple, Protocol
 
 from jflash.io.incremental import Incremental
-from jflash.io.text import decode
+from jflash.io.text import decode, mark_ids
 from jflash.records.decoding import whole
 from jflash.serving.handle import Handle, result_of
 from jflash.serving.request import Event, Full, Request, Result
@@ -42,7 +42,8 @@ class Answer(Result):
 
 class Reading:
     """The text of one request, whose events are given one after another up to the last. It goes on
-    with that of the tokens `before` it, if any."""
+    with that of the tokens `before` it, if any. One of the tokens `marks` ends it too: special ones
+    that are stop texts, for no text has them."""
 
     def __init__(
         self,
@@ -50,19 +51,33 @@ class Reading:
         decode: Callable[[list[int]], str],
         stops: Sequence[str] = (),
         before: Sequence[int] = (),
+        marks: Sequence[int] = (),
     ) -> None:
-        self.text = Incremental(decode, stops, request.min_tokens, before)
+        self._text = Incremental(decode, stops, request.min_tokens, before)
+        self._marks, self._least = frozenset(marks), request.min_tokens
+        self.stopped = False
 
     def take(self, event: Event) -> TextEvent:
         """The event's text. If it comes to a stop text, the event is the last one, and has the
         tokens with which plain decoding would have ended."""
+        event = self._to_mark(event) if self._marks else event
         shown = event.token_ids
         if event.finish_reason == "stop" and shown:  # by its stop id, of which no text is shown
             shown = shown[:-1]
-        piece = self.text.push(shown, last=event.finish_reason is not None)
-        if self.text.stopped:
-            event = _cut(event, self.text.taken)._replace(finish_reason="stop")
+        piece = self._text.push(shown, last=event.finish_reason is not None)
+        if self._text.stopped:
+            event, self.stopped = _ended(event, self._text.taken), True
         return TextEvent(piece, event)
+
+    def _to_mark(self, event: Event) -> Event:
+        """The event up to the first of the marks that is not among the least tokens."""
+        for count, token in enumerate(event.token_ids, 1):
+            if self._least > 0:
+                self._least -= 1
+            elif token in self._marks:
+                self.stopped = True
+                return _ended(event, count)
+        return event
 
 
 class TextReader:
@@ -73,8 +88,8 @@ class TextReader:
     """
 
     def __init__(self, handle: Handle, tokenizer: Any, stop: str | Sequence[str] = ()) -> None:
-        plain = functools.partial(decode, tokenizer)
-        self._handle, self._reading = handle, Reading(handle.request, plain, checked_stops(stop))
+        reading = _readings(tokenizer, checked_stops(stop))
+        self._handle, self._reading = handle, reading(handle.request)
 
     def __iter__(self) -> Iterator[TextEvent]:
         for event in self._handle:
@@ -90,7 +105,7 @@ class TextReader:
 
     def _take(self, event: Event) -> TextEvent:
         step = self._reading.take(event)
-        if self._reading.text.stopped:
+        if self._reading.stopped:
             self._handle.cancel()
         return step
 
@@ -111,7 +126,7 @@ def answers(
     """
     if whole("n", n) < 1:
         raise ValueError(f"n {n} must be at least 1")
-    stops, plain = checked_stops(stop), functools.partial(decode, tokenizer)
+    reading_of = _readings(tokenizer, checked_stops(stop))
     samples = (replace(each, index=each.index + i) for each in requests for i in range(n))
     came = SimpleQueue[tuple[int, list[Event] | BaseException]]()
     handles, open_ones = list[Handle](), dict[int, Reading]()
@@ -127,7 +142,7 @@ def answers(
                 return  # it came to a stop text
             reading = open_ones[number]
             taken[number].append(step := reading.take(event))
-            if reading.text.stopped:
+            if reading.stopped:
                 handles[number].cancel()
             if step.event.finish_reason is not None:
                 del open_ones[number]
@@ -143,7 +158,7 @@ def answers(
                         read()
                     else:
                         engine.wait_for_room()
-            open_ones[number] = Reading(sample, plain, stops)
+            open_ones[number] = reading_of(sample)
             taken.append([])
             handles[-1].forward(functools.partial(_put, came, number))
         while open_ones:
@@ -153,6 +168,12 @@ def answers(
             handle.cancel()
         raise
     return [_answer(handle.request, steps) for handle, steps in zip(handles, taken, strict=True)]
+
+
+def _readings(tokenizer: Any, stops: Sequence[str]) -> Callable[[Request], Reading]:
+    """What reads the text of a request up to one of the stop texts."""
+    plain = functools.partial(decode, tokenizer)
+    return functools.partial(Reading, decode=plain, stops=stops, marks=mark_ids(tokenizer, stops))
 
 
 def checked_stops(stop: str | Sequence[str]) -> list[str]:
@@ -176,9 +197,10 @@ def _answer(request: Request, steps: Sequence[TextEvent]) -> Answer:
     return Answer(**vars(result), text="".join(step.text for step in steps))
 
 
-def _cut(event: Event, count: int) -> Event:
-    """The event of the first `count` tokens."""
+def _ended(event: Event, count: int) -> Event:
+    """The event of the first `count` tokens, with which the text has come to a stop."""
     return event._replace(
+        finish_reason="stop",
         token_ids=event.token_ids[:count],
         accepted=min(event.accepted, max(count - 1, 0)),
         logprobs=event.logprobs and event.logprobs[:count],

@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -60,6 +61,27 @@ def test_a_stop_id_has_no_text(engine, requests):
     [answer] = answers(engine, [replace(requests[1], stop_ids=[last])], LETTERS)
     assert answer.text == full[: result.token_ids.index(last)]
     assert answer.token_ids[-1] == last and answer.finish_reason == "stop"
+
+
+def test_a_stop_that_is_a_special_token_ends_a_text(engine, requests):
+    """As its id among the request's would, and not before the least tokens."""
+    [result] = engine.generate(requests[1:2])
+    last = result.token_ids[9]
+    mark = SimpleNamespace(special=True, content="<end>")
+    marked = type("Marked", (Letters,), {"added_tokens_decoder": {last: mark}})()
+    for least in (0, result.token_ids.index(last) + 1):
+        request = replace(requests[1], min_tokens=least)
+        tokens = engine.generate([request])[0].token_ids
+        count = tokens.index(last, least) + 1 if last in tokens[least:] else len(tokens)
+        stopped = last in tokens[least:]
+        [answer] = answers(engine, [request], marked, stop=["never in it", "<end>"])
+        assert answer.token_ids == tokens[:count]
+        assert answer.text == LETTERS.decode(tokens[: count - stopped])
+        assert answer.finish_reason == ("stop" if stopped else "length")
+        *_, step = TextReader(engine.submit(request), marked, stop="<end>")
+        assert step.event.finish_reason == answer.finish_reason
+    [given] = answers(engine, [replace(requests[1], stop_ids=[last])], LETTERS)
+    assert given == answers(engine, requests[1:2], marked, stop="<end>")[0]
 
 
 def test_samples_are_the_indices_of_a_seed_in_order(engine, requests):
