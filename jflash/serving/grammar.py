@@ -123,7 +123,10 @@ def _take_time(grammar: Grammar) -> None:
 
 
 def _brief(error: str, text: str) -> str:
-    """llguidance's error in one line; it quotes the grammar, sometimes more than once."""
+    """llguidance's error in one line; it quotes the grammar, sometimes more than once, and may tell
+    the state of its parser, or where its own code stood when it gave up."""
+    for begins in ("<state>", "<backtrace>"):
+        error, _, _ = error.partition(begins)
     line, quoted = (" ".join(x.split()) for x in (error, text))
     if len(quoted) > SHOWN:
         line = line.replace(quoted, f"{quoted[:SHOWN]}…")
@@ -170,8 +173,7 @@ class Matcher:
     def error(self) -> str:
         """Why the grammar cannot be followed any more, in one short line: it became too complex;
         else empty."""
-        what, _, _ = self._matcher.get_error().partition("<state>")
-        return _brief(what, self._grammar.text)
+        return _brief(self._matcher.get_error(), self._grammar.text)
 
     def take(self, token_ids: Sequence[int]) -> None:
         """Follows the text's next tokens."""

@@ -341,6 +341,8 @@ def test_a_grammar_is_too_complex_where_only_its_request_waits(grammars):
     """Its first mask took 0.7 s in the engine's thread, and its error had the whole grammar."""
     with pytest.raises(ValueError, match=r"^lexer error: too many expressions constructed$"):
         grammars[0].compile("regex", "(b{1000}){1000}")
+    with pytest.raises(ValueError, match=r"^panic: .*grammar\.symbols\.len\(\) < [^<>]*$"):
+        grammars[0].compile("choice", json.dumps(["a"] * 2**16))
     later = Matcher(grammars[0].compile("regex", "a{9}"))
     assert not later.error
     later.take([LETTERS.index("b")])
