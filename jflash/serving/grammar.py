@@ -5,7 +5,9 @@ llguidance compiles and follows them. This file knows token ids and masks of bit
 
 import functools
 import json
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -16,6 +18,11 @@ from jflash.serving.token_names import Names, as_letters
 
 Kind = Literal["json_schema", "lenient_json_schema", "regex", "grammar", "choice"]
 KEPT = 128  # compiled grammars
+LONGEST = 2**18  # characters of a grammar
+# Bytes. llguidance follows rules that name one another by recursion, and the process would end
+# where a stack does. Chains of LONGEST characters fitted into the half of it.
+STACK = 2**29
+_starts = threading.Lock()
 SHOWN = 40  # first characters of a grammar in an error
 MOST_SHOWN = 300  # characters of an error, whose end says what is wrong
 # A space, or a new line with its indentation: any amount of white space would be legal JSON, and a
@@ -98,6 +105,11 @@ class Grammars:
         return as_letters(self._tokens, self._names, self._stop_ids)
 
     def _compile(self, kind: Kind, text: str) -> Grammar:
+        if kind != "choice" and len(text) > LONGEST:  # choices do not name one another
+            raise ValueError(f"{len(text)} characters: at most {LONGEST}")
+        return _with_stack(functools.partial(self._read, kind, text))
+
+    def _read(self, kind: Kind, text: str) -> Grammar:
         from llguidance import LLMatcher
 
         tokens = self._as_letters if self._names.within(text) else self._tokens
@@ -109,6 +121,20 @@ class Grammars:
         )  # fmt: skip
         _take_time(grammar)
         return grammar
+
+
+def _with_stack[T](work: Callable[[], T]) -> T:
+    """What `work` gives in a thread of its own, whose stack has STACK bytes."""
+    with ThreadPoolExecutor(1) as pool:
+        with (
+            _starts
+        ):  # others that start meanwhile may have such a stack too, as far as they use it
+            usual = threading.stack_size(STACK)
+            try:
+                given = pool.submit(work)
+            finally:
+                threading.stack_size(usual)
+        return given.result()
 
 
 def _take_time(grammar: Grammar) -> None:

@@ -15,7 +15,7 @@ from jflash.generate import Pair
 from jflash.io import load_tokenizer
 from jflash.records.decoding import Sampling
 from jflash.serving.engine import Engine
-from jflash.serving.grammar import Grammars, Kind, Matcher, Opening, fill
+from jflash.serving.grammar import LONGEST, Grammars, Kind, Matcher, Opening, fill
 from jflash.serving.handle import Handle
 from jflash.serving.request import Request
 from jflash.serving.thread.job import Job
@@ -335,6 +335,31 @@ def test_a_tokenizer_of_more_tokens_than_the_model():
     free = [np.flatnonzero(row).tolist() for row in bits.reshape(6, 64)]
     letter = LETTERS.index("x")
     assert free[3] == [*DIGITS] and free[4] == [letter, 63] and free[0] == [*range(64)]
+
+
+def test_a_long_chain_of_rules_ends_no_process(grammars):
+    """llguidance follows them by recursion, and a thread's usual stack holds less than 5,000."""
+    count = 12_000
+    rules = "\n".join(f"r{i}: r{i + 1}" for i in range(count))
+    texts = [
+        ("grammar", f'start: r0\n{rules}\nr{count}: "a"'),
+        ("grammar", f'start: R0\n{rules.upper()}\nR{count}: "a"'),
+        ("json_schema", json.dumps(linked(6_000))),
+    ]
+    for kind, text in texts:
+        assert len(text) < LONGEST
+        matcher = Matcher(grammars[0].compile(kind, text))
+        matcher.take([LETTERS.index("a" if kind == "grammar" else "7")])
+        assert not matcher.error
+    longer = f'start: "{"a" * LONGEST}"'
+    with pytest.raises(ValueError, match=f"^{len(longer)} characters: at most {LONGEST}$"):
+        grammars[0].compile("grammar", longer)
+
+
+def linked(count: int) -> dict[str, Any]:
+    """A schema of a number, behind so many others."""
+    places = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(count)}
+    return {"$defs": places | {f"d{count}": {"type": "integer"}}, "$ref": "#/$defs/d0"}
 
 
 def test_a_grammar_is_too_complex_where_only_its_request_waits(grammars):
