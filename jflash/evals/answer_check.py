@@ -5,15 +5,33 @@ A check records the rule, because some rules deserve less trust. This file knows
 
 import logging
 import re
+from fractions import Fraction
 from typing import NamedTuple
 
 SECONDS = 3  # for one comparison: 9^(9^(9^9)) is an answer too
 LONGEST = 500  # characters of an expression; longer ones are no answer, and slow to compare
 WHOLE = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)")  # as people write it: -7, 1,000
+# What a number's first digits may mean with the word after it; a letter only after a currency: $2M.
+SCALES = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+LETTERS = {"k": 10**3, "m": 10**6, "mn": 10**6, "b": 10**9, "bn": 10**9}
+SCALE = rf"(?:[ \u00a0-]?(?i:(?:{'|'.join(SCALES)})s?)\b)"
+SIGNS = r"(?:\\?\$|[£€¥])"
+SEPARATOR = r"(?:\{,\}|\\[,;:! ]|[ \u00a0\u202f\u2009~'\u2019_])"  # of thousands; or a comma
+POWER = r"\^(?:\{-?\d+\}|-?\d+)"
 # A dash after a digit or a letter is no sign: the last number of "18-20 days" is 20.
 # The sign may be Unicode's minus, and no digit need stand before the point: −18, $.50.
+# What belongs to a number is no number of its own: 1 000, 2 million, 3 x 10^6, 18 cm^2, 1e6.
 NUMBER = re.compile(
-    r"(?:(?<![\w)])[-\u2212])?[$£€¥]?(?:\d[\d,]*(?:\.\d+)?|(?<![\w.])\.\d+)(?:/\d+)?"
+    rf"(?:(?<![\w)])[-\u2212])?(?P<sign>{SIGNS})?(?<![\^\d])(?<!\^[-{{])(?<!\^\{{-)(?:"
+    rf"(?<![\w.,])[1-9]\d{{0,2}}(?:{SEPARATOR}\d{{3}})+(?!{SEPARATOR}?\d|-[A-Za-z])(?:\.\d+)?"
+    r"|\d[\d,]*(?:\.\d+)?|(?<![\w.])\.\d+)"
+    rf"(?:/\d+|[eE][+-]?\d+\b|{POWER}|\s?(?:\\times|\\cdot|[x\u00d7*])\s?10{POWER})?"
+    rf"(?:{SCALE}|(?(sign)(?i:{'|'.join(LETTERS)})\b|))?"
+)
+SCALED = re.compile(
+    rf"(?P<minus>[-\u2212]?)(?P<sign>{SIGNS}\s*)?"
+    r"(?P<over>\d[\d,]*(?:\.\d+)?|\.\d+)(?:/(?P<under>\d+))?"
+    rf"(?P<scale>{SCALE}|(?(sign)(?i:{'|'.join(LETTERS)})\b|(?!)))"
 )
 # A unit may be words with marks in them: 18 t-shirts, 18 students' books.
 UNIT = re.compile(
@@ -21,7 +39,7 @@ UNIT = re.compile(
     r"[A-Za-z](?:[A-Za-z ]|(?<=[A-Za-z])(?:-(?=[A-Za-z])|['\u2019](?=[A-Za-z ])))*"
     r"(?:\^\{?[23]\}?|[²³])?(?:/[A-Za-z]+(?:\^2|²)?)?\.?"
 )
-THOUSANDS = re.compile(r"(?<=\d)(?:\\[,;:! ]|\u202f|\u2009|~)(?=\d{3}(?!\d))")  # 1\,000
+THOUSANDS = re.compile(rf"(?<=\d)(?![ \u00a0]){SEPARATOR}(?=\d{{3}}(?!\d))")  # 1\,000
 # A plain space parts thousands only where all digits of a number stand so: 1 000, no 1 125/1000.
 SPACED = re.compile(r"(?<![\w.,^])[1-9]\d{0,2}(?:[ \u00a0]\d{3})+(?![ \u00a0]?[\d/])")
 MARKS = re.compile(r"(\*\*|\*|__|`)(.+)\1(\.?)")  # Markdown around the whole
@@ -63,7 +81,7 @@ def extract_answer(text: str) -> tuple[str | None, str]:
     for line in reversed([*HASHES.finditer(text)]):
         if line.end() >= end or RESULT.match(line[1]):
             return line[1].strip(), "hashes"
-    numbers = NUMBER.findall(text)
+    numbers = [number[0] for number in NUMBER.finditer(text)]
     if numbers:
         return numbers[-1].rstrip(","), "last number"
     return None, "none"
@@ -101,9 +119,21 @@ def _bare(answer: str, units: bool) -> str:
     """
     while around := MARKS.fullmatch(answer) or WORDS.fullmatch(answer):
         answer = (around[2] if around.re is MARKS else around[1]).strip()
+    if units:
+        answer = _joined(WORDS.sub(r"\1", answer))
+        if number := SCALED.match(answer):
+            answer = _scaled(number) + answer[number.end() :]
     answer = CURRENCY.sub(r"\1", answer)
-    unit = UNIT.fullmatch(_joined(answer)) if units else None
+    unit = UNIT.fullmatch(answer) if units else None
     return unit[1] if unit else answer
+
+
+def _scaled(number: re.Match[str]) -> str:
+    """Its value in digits: 2000000 of "$2 million" and of "$2M"."""
+    word = number["scale"].lower().strip(" \u00a0-")
+    scale = LETTERS.get(word) or SCALES[word.removesuffix("s")]
+    over, under = Fraction(number["over"].replace(",", "")), int(number["under"] or 1)
+    return f"{number['minus']}{over * scale / under}" if under else number[0]
 
 
 def _joined(expression: str) -> str:
