@@ -87,11 +87,9 @@ def _evaluate(
 ) -> dict[str, Any]:
     width, problems = run.files.models.block_size, run.evaluation.problems
     answers, baseline = answers_of(run, folder, options, hosts)
-    programs = folder / "executed.jsonl"
-    if options.execute:
-        results = execute_all(options.dataset, problems, answers, programs)
-    else:
-        results = executed(programs)  # what an earlier run was asked for stays in the summary
+    # What an earlier run was asked for stays in the summary.
+    results_of = execute_all if options.execute else executed
+    results = results_of(options.dataset, problems, answers, folder / "executed.jsonl")
     answers = with_results(answers, results)
     summary = {
         "settings": run.settings,

@@ -138,30 +138,58 @@ def execute_all(
     dataset: str, problems: Sequence[Problem], answers: Sequence[Record], file: Path
 ) -> dict[int, str]:
     """Runs the answers' programs with their tests, each once; results by problem."""
-    results = executed(file)
-    records = {problem.index: problem.record for problem in problems}
-    todo = [record for record in answers if record["index"] not in results]
+    sources = _programs(dataset, problems, answers)
+    results = _results(file, sources)
+    todo = [index for index in sources if index not in results]
     with appended(file) as add:
-        for record in tqdm(todo, desc="running programs", unit="program", file=sys.stderr):
-            index = record["index"]
-            source = program(dataset, records[index], said(record["text"]))
-            results[index] = passes(source)
-            add({"index": index, "result": results[index]})
+        for index in tqdm(todo, desc="running programs", unit="program", file=sys.stderr):
+            results[index] = passes(sources[index])
+            add({"index": index, "program": _of(sources[index]), "result": results[index]})
     return results
 
 
-def executed(file: Path) -> dict[int, str]:
-    """The results of the programs that ran, by problem; none without a file.
+def executed(
+    dataset: str, problems: Sequence[Problem], answers: Sequence[Record], file: Path
+) -> dict[int, str]:
+    """The results of these answers' programs that ran, by problem; none without a file.
 
     ValueError for a line that is no result.
     """
-    results = dict[int, str]()
+    if not file.exists():  # as for data sets without programs
+        return {}
+    return _results(file, _programs(dataset, problems, answers))
+
+
+def _programs(
+    dataset: str, problems: Sequence[Problem], answers: Sequence[Record]
+) -> dict[int, str]:
+    records = {problem.index: problem.record for problem in problems}
+    said_to = {answer["index"]: said(answer["text"]) for answer in answers}
+    return {index: program(dataset, records[index], text) for index, text in said_to.items()}
+
+
+def _of(source: str) -> str:
+    """A digest that ties a result to its program: another answer to the problem is another one."""
+    return hashlib.sha256(source.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def _results(file: Path, sources: dict[int, str]) -> dict[int, str]:
+    """What `file` says of these programs; its lines about others, which it tells, do not count."""
+    results, others = dict[int, str](), 0
+    digests = {index: _of(source) for index, source in sources.items()}
     for number, record in enumerate(read_lines(file), 1):
         try:
-            results[record["index"]] = record["result"]
-        except (KeyError, TypeError):
+            index, result, digest = record["index"], record["result"], record.get("program")
+            known = digests.get(index) == digest
+        except (AttributeError, KeyError, TypeError):
             problem = f"{file} line {number} is no program's result"
             raise ValueError(f"{problem}: remove the file, and pass --execute") from None
+        if known:
+            results[index] = result
+        others += not known
+    if others:
+        lines = f"{others} results" if others > 1 else "1 result"
+        print(f"{file} has {lines} of programs that are not this run's", file=sys.stderr)
     return results
 
 

@@ -14,7 +14,7 @@ from jflash.evals import answer_check
 from jflash.evals.answer_check import check_answer, extract_answer, is_equal
 from jflash.evals.code_execution import LIMITS, passes, program
 from jflash.evals.datasets import Problem
-from jflash.evals.evaluation import execute_all, said
+from jflash.evals.evaluation import execute_all, executed, said
 from jflash.evals.report import table
 from jflash.evals.summary import (
     accuracy,
@@ -239,6 +239,22 @@ def test_thoughts_are_no_answer(tmp_path):
     problems, file = [Problem(0, ["Double."], None, MBPP)], tmp_path / "executed.jsonl"
     assert execute_all("mbpp", problems, [{"index": 0, "text": text}], file) == {0: "passed"}
     assert said("<think>\nIt is 7") == "<think>\nIt is 7"
+
+
+def test_a_result_belongs_to_the_program_that_ran(tmp_path, capsys):
+    """Whoever removes the answers alone gets other answers, and these have not run."""
+    problems, file = [Problem(i, ["Double."], None, MBPP) for i in range(2)], tmp_path / "ran"
+    wrong, right = ({"text": f"def twice(x):\n    return {n} * x"} for n in (3, 2))
+    first = [wrong | {"index": 0}, right | {"index": 1}]
+    assert executed("mbpp", problems, first, file) == {}
+    assert execute_all("mbpp", problems, first, file) == {0: "failed", 1: "passed"}
+    assert executed("mbpp", problems, first, file) == {0: "failed", 1: "passed"}
+    assert capsys.readouterr().err.count("not this run's") == 0
+    then = [right | {"index": 0}, first[1]]
+    assert executed("mbpp", problems, then, file) == {1: "passed"}
+    assert "ran has 1 result of programs that are not this run's" in capsys.readouterr().err
+    assert execute_all("mbpp", problems, then, file) == {0: "passed", 1: "passed"}
+    assert len(file.read_text().splitlines()) == 3
 
 
 LIMITED = """
