@@ -27,6 +27,7 @@ from jaxtyping import Array
 
 from jflash.system.device import device_name
 from jflash.system.files import write_json
+from jflash.system.locks import in_turn
 from jflash.system.platform import autotunes
 from pallas_kernels.matmul.canonical import by_tile
 from pallas_kernels.matmul.tiles import (
@@ -104,7 +105,10 @@ def settle(products: Sequence[Product], file: Path | None) -> None:
         print(f"\r{done}, {seconds:.0f} s", end=end, file=sys.stderr, flush=True)
     if file:
         kept = {_name(product): asdict(tile) for product, tile in found.items() if tile}
-        with contextlib.suppress(OSError):  # then the next process times them again
+        # Another process may add to the file too. Where none can, the next times these again.
+        lock = file.with_name(f".{file.name}.lock")
+        with contextlib.suppress(OSError, ValueError), in_turn(lock) as alone:
+            alone()
             write_json(file, _read(file) | kept)
 
 

@@ -72,7 +72,7 @@ def in_turn(file: Path | None) -> Iterator[Callable[[], None]]:
         yield lambda: None
         return
     with naming(file):
-        lock = file.open("a")
+        lock = file.open("a+")  # NFS shares only what may be read
     with lock:
         fcntl.flock(lock, fcntl.LOCK_SH)
         yield lambda: fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,13 +1,15 @@
 """Tiles are timed once, on a GPU, before a program is compiled; nothing is timed on a CPU."""
 
 import json
-from concurrent.futures import Future
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from jflash.compiled import tiles
+from jflash.system.files import write_json
 from pallas_kernels.matmul import matmul
 from pallas_kernels.matmul import tiles as chosen
 from pallas_kernels.matmul.few_rows import Tile
@@ -78,6 +80,18 @@ def test_a_program_is_traced_again_with_the_tiles_that_were_timed_for_it(monkeyp
         file.write_text(json.dumps(dict.fromkeys(kept, spoilt)))
         tiles._prefer_kept(file)
         assert chosen.unsettled([OUT]) == [OUT]
+
+
+def test_tiles_of_processes_that_end_together_are_all_kept(monkeypatch, tmp_path):
+    """Each adds to what the file has, so none may read it while another one writes it."""
+    tile, file, write = Tile(rows=16, columns=32, depth=128), tmp_path / "tiles.json", write_json
+    monkeypatch.setattr(tiles, "_fastest", lambda products: ((p, tile) for p in products))
+    monkeypatch.setattr(tiles, "write_json", lambda *args: (time.sleep(0.3), write(*args)))
+    products = [Product.of("matmul", rows, 4096, 4096, 2) for rows in (9, 17, 33)]
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda product: tiles.settle([product], file), products))
+    assert json.loads(file.read_text()).keys() == {*map(tiles._name, products)}
+    tiles.settle([OUT], tmp_path / "none" / "tiles.json")  # where nothing can be kept
 
 
 def test_the_fastest_tile_must_gain_and_have_the_bits_of_the_rules(monkeypatch):
