@@ -205,8 +205,6 @@ class DrafterConfig(DecoderConfig):
                 f"target_layer_ids {list(self.target_layer_ids)} must be within "
                 f"0 … {layers - 1} (num_target_layers {self.num_target_layers})"
             )
-        if len(set(self.target_layer_ids)) != len(self.target_layer_ids):
-            raise ValueError(f"target_layer_ids {list(self.target_layer_ids)} repeat a layer")
         if self.draft_vocab_size is not None and self.draft_vocab_size > self.vocab_size:
             raise ValueError(
                 f"draft_vocab_size {self.draft_vocab_size} is more than the vocabulary "

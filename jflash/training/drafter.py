@@ -40,6 +40,8 @@ def drafter_config_for(
     if target_layer_ids is None:
         target_layer_ids = default_target_layer_ids(target.num_layers, num_layers)
         _check_rule(target.num_layers, num_layers, target_layer_ids)
+    if len(set(target_layer_ids)) < len(target_layer_ids):  # files may, but nothing is learnt by it
+        raise ValueError(f"target_layer_ids {list(target_layer_ids)} repeat a layer")
     mixer = target.mixers[0]
     return DrafterConfig.alike(
         vocab_size=target.vocab_size,

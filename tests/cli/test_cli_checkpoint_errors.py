@@ -114,7 +114,6 @@ MISFITS = [
     ({"vocab_size": 301}, "vocab_size is 301 in the drafter, 300 in the target"),
     ({"dflash_config": {"mask_token_id": 299, "target_layer_ids": [0, 2]}}, "[0, 2]"),
     ({"dflash_config": {"mask_token_id": 299, "target_layer_ids": [-1, 1]}}, "[-1, 1]"),
-    ({"dflash_config": {"mask_token_id": 299, "target_layer_ids": [1, 1]}}, "[1, 1] repeat"),
     ({"dflash_config": {"mask_token_id": 300, "target_layer_ids": [0, 1]}}, "mask_token_id 300"),
     ({"dflash_config": {"mask_token_id": 299, "target_layer_ids": [1]}}, "fc.weight"),
     ({"dflash_config": {"target_layer_ids": [0, 1]}}, "lacks mask_token_id"),

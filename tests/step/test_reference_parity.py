@@ -6,13 +6,14 @@ with a new seed in an environment of its own and names it in JFLASH_FRESH_CASES.
 
 import functools
 import json
+import shutil
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from jflash import generate, load_pair, stream
 from jflash.compiled.shape import Shape, new_state
@@ -23,18 +24,22 @@ from jflash.records.kernels import XLA
 from jflash.speculative import apply
 from tests.support.reference import (
     FRESH,
+    PYTHON,
     case_folders,
     case_sets,
     close,
     families,
     fresh,
     long_but_for,
+    marks,
     pair,
     record,
+    run_reference,
 )
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 COMMITTED = Path(__file__).parents[1] / "reference" / "cases"
+RECORD_PAIR = COMMITTED.with_name("record_pair.py")
 WINDOWS = COMMITTED.with_name("window_cases")
 SETS = case_sets(COMMITTED, FRESH[0])
 WINDOW_FOLDERS = case_folders(pytest.param(WINDOWS, id=WINDOWS.name))
@@ -195,6 +200,55 @@ def test_plain_decoding_gives_the_same_tokens(folder: Path):
         )[0]  # fmt: skip
         assert got.token_ids == case["output_ids"], case["name"]
         assert set(got.acceptance_lengths) <= {1}
+
+
+def repeating(folder: Path, out: Path) -> Path:
+    """The pair's drafter with its first tap three times, of whose columns each copy has a share."""
+    drafter = Path(shutil.copytree(folder / "drafter", out))
+    config, weights = drafter / "config.json", drafter / "model.safetensors"
+    said = json.loads(config.read_text())
+    first, *others = said["target_layer_ids"]
+    config.write_text(json.dumps(said | {"target_layer_ids": [first, *others, first, first]}))
+    tensors = load_file(weights)
+    columns, rest = np.split(tensors["fc.weight"], [said["hidden_size"]], axis=1)
+    draw = np.random.default_rng(0)
+    second, third = (draw.normal(size=columns.shape).astype(np.float32) for _ in range(2))
+    shares = [columns - second - third, rest, second, third]
+    tensors["fc.weight"] = np.ascontiguousarray(np.concatenate(shares, axis=1))
+    save_file(tensors, weights, {"format": "pt"})
+    return drafter
+
+
+@pytest.mark.parametrize("judge", ["recorded", pytest.param("asked", marks=marks(PYTHON))])
+def test_a_layer_may_be_tapped_again(tmp_path, judge):
+    """dflash 0.1.0 takes such drafters as they are; so the pair's own record holds for this one."""
+    folder = COMMITTED / "pair00"
+    drafter = repeating(folder, tmp_path / "drafter")
+    cases = record(folder)["cases"]
+    cases = [case for case in cases if not case["stop_token_ids"] and case["block_size"] == 11][:3]
+    assert len(cases) == 3
+    stops = []
+    if judge == "asked":  # whose script needs an end
+        stops = [63]
+        target = Path(shutil.copytree(folder / "target", tmp_path / "target"))
+        config = json.loads((target / "config.json").read_text())
+        (target / "config.json").write_text(json.dumps(config | {"eos_token_id": stops[0]}))
+        prompts, found = tmp_path / "prompts.json", tmp_path / "found.json"
+        prompts.write_text(json.dumps([{"prompt_ids": case["prompt_ids"]} for case in cases]))
+        run_reference(
+            RECORD_PAIR, "--target", target, "--drafter", drafter, "--prompts", prompts,
+            "--out", found, "--max-new-tokens", 96,
+        )  # fmt: skip
+        cases = [case | {"max_new_tokens": 96} for case in json.loads(found.read_text())["cases"]]
+    both = load_pair(folder / "target", drafter, dtype="float32")
+    assert len(both.models.taps) == 4
+    for case in cases:
+        [got] = generate(
+            both, [case["prompt_ids"]], max_new_tokens=case["max_new_tokens"],
+            stop_token_ids=stops, prefill_chunk=32, capacity=CAPACITY,
+        )  # fmt: skip
+        assert got.token_ids == case["output_ids"]
+        assert got.acceptance_lengths == case["acceptance_lengths"]
 
 
 def drafter_json(folder: Path) -> dict:
