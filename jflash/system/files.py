@@ -8,6 +8,7 @@ import glob
 import gzip
 import itertools
 import json
+import math
 import os
 import secrets
 import tempfile
@@ -224,7 +225,7 @@ def json_lines(file: Path) -> list[tuple[str, dict[str, Any]]]:
             continue
         where = f"{file}:{number}"
         try:
-            record = json.loads(line, parse_constant=_no_constant)
+            record = json.loads(line, parse_constant=_no_constant, parse_float=_finite)
         except RecursionError:
             raise ValueError(f"{where} is not JSON here: it is nested too deep") from None
         except ValueError as error:
@@ -247,6 +248,13 @@ def check_characters(value: Any, where: str) -> None:
 
 def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON number")
+
+
+def _finite(number: str) -> float:
+    """The number; a larger one than floats hold would be infinite, and no line could keep it."""
+    if math.isinf(float(number)):
+        raise ValueError(f"{number:.40} is too large a number")
+    return float(number)
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:

@@ -136,6 +136,7 @@ LINES = [
     ('{"prompt_ids": [1, true]}', "not [1, True]"),
     ('{"prompt_ids": [1, 300]}', "token id 300"),
     ('{"prompt": "a", "score": NaN}', "NaN"),
+    ('{"prompt": "a", "score": 1e999}', "1e999 is too large a number"),
     ('{"prompt": "a", "steps": 3}', "steps"),
     ('{"prompt": "\\ud800"}', "not valid UTF-8"),
     ('{"prompt": ' + "[" * 100_000, "nested too deep"),
