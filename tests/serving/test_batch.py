@@ -158,6 +158,7 @@ def test_a_drafter_that_knows_the_text_is_accepted_in_any_slot():
         ([Job(0, [1]), Job(0, [2])], {}, "same index"),
         ([Job(0, [1])], {"batch_size": 0}, "batch_size must be at least 1, got 0"),
         ([Job(0, [1])], {"steps_per_call": 0}, "steps_per_call must be at least 1, got 0"),
+        ([Job(0, [1])], {"steps_per_call": 10**11}, "100000000000: a sequence has no more steps"),
         ([Job(0, [1]), Job(-1, [2])], {}, "index -1 must be a whole number within 0 …"),
         ([Job(2**32, [1])], {}, "index 4294967296"),
         ([Job(0, [1])], {"seed": 2**32}, "seed 4294967296"),

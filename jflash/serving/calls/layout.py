@@ -133,8 +133,17 @@ class Several(NamedTuple):
 
 
 def steps_of_call(models: Models, steps: int | None = None) -> int:
-    """The steps of a call: those given, or as many as keep the device at work."""
+    """The steps of a call: those given, or as many as keep the device at work.
+
+    ValueError for more than a sequence can take, for whose tokens a call would only keep room.
+    """
     if steps is not None:
+        positions = min(config.max_position_embeddings for config in models.configs)
+        if steps > positions:
+            raise ValueError(
+                f"steps_per_call {steps}: a sequence has no more steps than the model's "
+                f"{positions} positions"
+            )
         return steps
     dispatched = models.kernels.attention == "canonical"  # a CPU computes them at once
     return STEPS_OF_SMALL if dispatched and small(models) else STEPS_PER_CALL
