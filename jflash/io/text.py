@@ -24,6 +24,8 @@ def encode_prompt(
     a template gets the plain text only if `chat_template` is False: a silent fallback would change
     the prompt.
     """
+    if not isinstance(prompt, str):  # a template would write the bytes b'x' as these four letters
+        raise ValueError(f"the prompt {prompt!r:.80} must be a text, a str")
     if not chat_template:
         if system:
             raise ValueError("a system message needs the chat template")

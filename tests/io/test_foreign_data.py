@@ -217,6 +217,14 @@ def test_chat_templates_that_fail(template, pair):
     assert len(str(error.value).splitlines()) == 1
 
 
+@pytest.mark.parametrize("prompt", [b"hi", None, 5, ["hi"]])
+@pytest.mark.parametrize("chat_template", [True, False])
+def test_a_prompt_that_is_no_text(prompt, chat_template, pair):
+    """A template would write the bytes as Python does, with the b and the quotes."""
+    with pytest.raises(ValueError, match="must be a text"):
+        encode_prompt(load_tokenizer(pair.target), prompt, chat_template=chat_template)
+
+
 @pytest.mark.parametrize("content", ["[]", '{"chat_template": 5}', '{"added_tokens_decoder": 3}'])
 def test_tokenizer_configs_of_another_kind(content, pair):
     (pair.target / "tokenizer_config.json").write_text(content)
