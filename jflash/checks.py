@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from numbers import Integral
 
 from jflash.pair import Models
-from jflash.records.decoding import Decoding
+from jflash.records.decoding import Decoding, whole
 
 
 def check_request(models: Models, prompt: Sequence[int], decoding: Decoding) -> None:
@@ -54,5 +54,5 @@ def check_keys(seed: int, indices: Iterable[int], prefill_chunk: int) -> None:
     for name, value in (("seed", seed), *(("index", index) for index in indices)):
         if not (isinstance(value, Integral) and 0 <= value < 2**32):
             raise ValueError(f"{name} {value} must be a whole number within 0 … {2**32 - 1}")
-    if prefill_chunk < 1:
+    if whole("prefill_chunk", prefill_chunk) < 1:
         raise ValueError(f"prefill_chunk must be at least 1, got {prefill_chunk}")

@@ -83,6 +83,12 @@ class Pair:
         return Pair(self.models.plain(), Params(self.params.target))
 
 
+def check_pair(pair: Any) -> None:
+    """ValueError for what is no pair, such as the name of a checkpoint."""
+    if not isinstance(pair, Pair):
+        raise ValueError(f"pair {pair!r:.80} must be a Pair: jflash.load_pair(target, drafter)")
+
+
 def models_for(models: Models, decodings: Iterable[Decoding]) -> Models:
     """The models for these requests: with only greedy ones the programs draw nothing.
 
@@ -224,6 +230,7 @@ def _start(
     capacity: int | None,
     chunk: int,
 ) -> _Session:
+    check_pair(pair)
     for prompt, decoding in zip(prompts, decodings, strict=True):
         check_keys(decoding.seed, (first_index, first_index + len(prompts) - 1), chunk)
         check_request(pair.models, prompt, decoding)

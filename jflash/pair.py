@@ -9,7 +9,7 @@ from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.models.float8 import rounding
 from jflash.records.config import DrafterConfig, TargetConfig
-from jflash.records.decoding import DRAFT_RULES
+from jflash.records.decoding import DRAFT_RULES, whole
 from jflash.records.kernels import ONE_ARITHMETIC, XLA, Kernels
 from pallas_kernels.gated_delta import CHUNK
 
@@ -36,7 +36,7 @@ class Models:
     def __post_init__(self) -> None:
         largest = self.drafter.config.block_size if self.drafter else self.block_size
         smallest = 2 if self.drafter else 1
-        if not smallest <= self.block_size <= largest:
+        if not smallest <= whole("block size", self.block_size) <= largest:
             raise ValueError(
                 f"block size {self.block_size} must be within {smallest} … {largest} "
                 "(a drafter may run narrower than it was trained, never wider)"

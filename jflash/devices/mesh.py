@@ -22,6 +22,7 @@ from jflash.models.dflash import context_leaves, with_context_kernel
 from jflash.models.float8 import heads_of, rounded
 from jflash.models.params import decoding_params
 from jflash.pair import Models, Params
+from jflash.records.decoding import whole
 from jflash.records.leaves import Leaf
 from jflash.records.parts import (
     FEW_ROWS,
@@ -39,7 +40,7 @@ EVERYWHERE: Any = PartitionSpec()  # stands where arrays do
 def tensor_mesh(devices: int) -> Mesh | None:
     """The first `devices` local devices in a row, None for one; ValueError if there are fewer."""
     local = jax.local_devices()
-    if not 1 <= devices <= len(local):
+    if not 1 <= whole("tensor parallel", devices) <= len(local):
         raise ValueError(f"tensor parallel over {devices} devices: this host has {len(local)}")
     return Mesh(np.asarray(local[:devices]), (AXIS,)) if devices > 1 else None
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from jflash.compiled.shape import Shape
-from jflash.generate import Pair
+from jflash.generate import Pair, check_pair
 from jflash.memory import used_memory
 from jflash.serving.calls.layout import (
     KINDS,
@@ -27,7 +27,6 @@ from jflash.serving.grammar import Matcher
 from jflash.serving.handle import Handle, results_of
 from jflash.serving.limits import (
     check,
-    check_pair,
     check_sizes,
     checked_ahead,
     checked_counts,

@@ -1,10 +1,8 @@
 """What an engine of a layout can never serve, said before a request waits."""
 
 from collections.abc import Iterable
-from typing import Any
 
 from jflash.checks import check_ids
-from jflash.generate import Pair
 from jflash.pair import Models
 from jflash.records.decoding import whole
 from jflash.serving.calls.layout import KINDS, Kind, Layout
@@ -14,12 +12,6 @@ from pallas_kernels.block_attention import PAGE
 
 # An engine's sizes that may be None.
 OPTIONAL = ("pages", "prefill_chunk", "prompts_at_once", "states", "steps_per_call")
-
-
-def check_pair(pair: Any) -> None:
-    """ValueError for what is no pair, such as the name of a checkpoint."""
-    if not isinstance(pair, Pair):
-        raise ValueError(f"pair {pair!r:.80} must be a Pair: jflash.load_pair(target, drafter)")
 
 
 def check_sizes(least: int = 1, **sizes: int | None) -> None:

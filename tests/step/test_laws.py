@@ -291,13 +291,15 @@ def test_a_batch_ends_within_the_indices():
             generate(random_pair(), [[1], [2]], first_index=first)
 
 
-def test_numbers_that_are_not_whole_are_refused():
+def test_numbers_that_are_not_whole_and_what_is_no_pair_are_refused():
     """In a process of its own: here the tests' type checks would speak first."""
     code = """
 from jflash.checks import check_keys, check_request
 from jflash.records.decoding import Decoding
 from jflash.models.decoder import Target
 from jflash.pair import Models
+from jflash.devices.mesh import tensor_mesh
+from jflash import generate, stream
 from tests.support.pairs import target_config
 models = Models(Target(target_config()), None, 1)
 half = Decoding(max_new_tokens=2.5)
@@ -309,6 +311,12 @@ for call in (
     lambda: check_request(models, 7, Decoding()),
     lambda: check_request(models, [1], Decoding(stop_token_ids=[-1])),
     lambda: Decoding(stop_token_ids=2),
+    lambda: check_keys(1, (), "32"),
+    lambda: check_keys(1, (), 1.5),
+    lambda: Models(Target(target_config()), None, "1"),
+    lambda: tensor_mesh("2"),
+    lambda: generate("Qwen/Qwen3-8B", [[1]]),
+    lambda: next(stream(None, [1])),
 ):
     try:
         call()
@@ -325,4 +333,10 @@ for call in (
         "the prompt 7 is no list of token ids",
         "stop token id -1 is outside the vocabulary of 67 tokens",
         "stop_token_ids 2 must be a list of token ids",
+        "prefill_chunk '32' must be a whole number",
+        "prefill_chunk 1.5 must be a whole number",
+        "block size '1' must be a whole number",
+        "tensor parallel '2' must be a whole number",
+        "pair 'Qwen/Qwen3-8B' must be a Pair: jflash.load_pair(target, drafter)",
+        "pair None must be a Pair: jflash.load_pair(target, drafter)",
     ]
