@@ -284,6 +284,7 @@ def test_bad_input_is_a_line(place, capsys):
         ({"answer_part": "0/2", "overwrite": FLAG}, "--overwrite with --answer-part"),
         ({"answer_temperature": "-1"}, "temperature"),
         ({"mask_token_id": 300}, "mask_token_id 300"),
+        ({"row_length": 0}, "--row-length 0: at least 1"),
         ({"target_layer_ids": "1,1"}, "target_layer_ids [1, 1] repeat a layer"),
         ({"num_layers": 9}, "num_layers 9: for a target of 2 layers the published rule gives"),
         ({"init_from": place / "drafter"}, "--num-layers: the drafter of --init-from is as it is"),

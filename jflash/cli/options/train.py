@@ -147,7 +147,7 @@ def drafter_form(args: Options) -> dict[str, Any]:
 
 def check(args: Options) -> None:
     at_least_1(args, "answer_batch", "answers_per_prompt", "eval_batch", "max_new_tokens")
-    at_least_1(args, "steps", "batch", "checkpoint_every")
+    at_least_1(args, "row_length", "steps", "batch", "checkpoint_every")
     for name in ("held_out", "eval_every", "minutes"):
         value = getattr(args, name)
         wrong = value is not None and not value >= 0
