@@ -21,7 +21,8 @@ class Models:
     Without a drafter nothing is drafted and each step commits one token, at any width. Unless
     `sampled`, every request is greedy, and so are the drafts, whatever the draft rule. `rows` are
     those that a step verifies over the whole batch, all with None; with as many as there are
-    sequences nothing is drafted, and the drafter's context is still written.
+    sequences nothing is drafted, and the drafter's context is still written. With recurrent layers
+    each sequence has as many of them, so what does not divide is left out.
     """
 
     target: Target
@@ -52,10 +53,6 @@ class Models:
             self._check_rows()
 
     def _check_rows(self) -> None:
-        if self.target.config.deltas:
-            raise ValueError(
-                f"{self.rows} rows to verify: a target with recurrent layers takes all"
-            )
         if self.drafter is None:
             raise ValueError(f"{self.rows} rows to verify: without a drafter there are no drafts")
         if not self.one_arithmetic:
@@ -82,6 +79,11 @@ class Models:
         c = self.target.config
         absent = {op for op, there in (("experts", c.experts), ("delta", c.deltas)) if not there}
         return set(ONE_ARITHMETIC) - absent <= self.kernels.one_arithmetic
+
+    @property
+    def ranks_rows(self) -> bool:
+        """Whether the drafter's confidence says which rows of the batch are verified."""
+        return self.rows is not None and not self.target.config.deltas
 
     @property
     def draws_drafts(self) -> bool:

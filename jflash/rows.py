@@ -2,10 +2,11 @@
 
 A row is worth its time if the target is likely to reach it. The drafter's confidences rank the rows
 of the whole batch, and a step verifies the best R of them: a fixed number, so that the shapes are
-fixed. With one arithmetic (Models.one_arithmetic) no choice changes a token's bits. This file knows
-no model and no way to draw a token.
+fixed. Recurrent layers go through a sequence's rows in turn, so for them a step verifies as many
+rows of each block, its first. With one arithmetic (Models.one_arithmetic) no choice changes a
+token's bits. This file knows no model and no way to draw a token.
 
-Axes: B batch, W block width, D = W - 1 drafts, R rows of a step, N bins.
+Axes: B batch, W block width, D = W - 1 drafts, R rows of a step, w = R / B, N bins.
 """
 
 from typing import Any, NamedTuple
@@ -44,6 +45,34 @@ class Whole(NamedTuple):
     ) -> tuple[Array, C]:
         """The queries of the rows as they lie, and the cache with their keys and values."""
         return projected.write(cache, slots, backend)
+
+
+class Leading(NamedTuple):
+    """The first w rows of every block, in their place: [B, w]."""
+
+    widths: Int[Array, " B"]  # at most w
+    count: int  # w
+    width: int  # W
+
+    def pack(self, x: Array) -> Array:
+        return x[:, : self.count]
+
+    def unpack(self, x: Any) -> Any:
+        """[B, W, …] from [B, w, …], for every array of a tree; past the first w zeros."""
+        more = self.width - self.count
+        return jax.tree.map(lambda a: jnp.pad(a, [(0, 0), (0, more)] + [(0, 0)] * (a.ndim - 2)), x)
+
+    def per_row(self, x: Any) -> Any:
+        return x
+
+    def over(self, block: Block) -> Block:
+        return block
+
+    def write[C: Cache](
+        self, projected: Projected, cache: C, slots: Int[Array, "B W"], backend: str
+    ) -> tuple[Array, C]:
+        """As of whole blocks, but [B, w, N, H]."""
+        return projected.write(cache, self.pack(slots), backend)
 
 
 class Packed(NamedTuple):
@@ -85,7 +114,7 @@ class Packed(NamedTuple):
         return projected.write_flat(cache, places[:, None], backend)
 
 
-Rows = Whole | Packed
+Rows = Whole | Leading | Packed
 
 
 class PackedBlock(NamedTuple):
@@ -113,6 +142,13 @@ def survivals(confidence: Float[Array, "B D"]) -> Float[Array, "B D"]:
     """The probability that each draft is reached and right; invalid confidences count as 0."""
     sound = jnp.where(confidence >= 0, jnp.minimum(confidence, 1), 0)
     return jnp.cumprod(sound, axis=1)
+
+
+def by_place(drafts: Int[Array, "B D"]) -> Float[Array, "B D"]:
+    """In place of survivals, where each draft has a bin of its place: the first has the highest."""
+    B, D = drafts.shape
+    assert D <= BINS, f"{D} drafts for {BINS} bins"
+    return jnp.broadcast_to((BINS - 0.5 - jnp.arange(D)) / BINS, (B, D))
 
 
 def pick_rows(
@@ -152,7 +188,8 @@ def packed(counts: Int[Array, " B"], width: int, rows: int) -> Packed:
 
 
 class Survey(NamedTuple):
-    """Counts of drafts by their survival, in N equal bins: the host picks R by them.
+    """Counts of drafts by their survival, in N equal bins, or by their place: the host picks R by
+    them.
 
     They are one array, because each array of a call takes the host's time.
     """

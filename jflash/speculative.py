@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from jflash.layers.passes import Block
 from jflash.pair import Models, Params
-from jflash.rows import Rows, Whole, packed, pick_rows, survivals
+from jflash.rows import Leading, Rows, Whole, by_place, packed, pick_rows, survivals
 from jflash.state import Sequences, State
 from jflash.tokens.drafts import Proposal, Rule, choose_path, choose_places
 from jflash.tokens.logprobs import judged, noted
@@ -92,7 +92,7 @@ def propose(
     assert models.drafter is not None
     target, drafter = (models.target, params.target), (models.drafter, params.drafter)
     s, c, backend = state.sequences, models.drafter.config, models.kernels.matmul
-    ranked, keys = models.rows is not None, s.key
+    ranked, keys = models.ranks_rows, s.key
     head = drafter if c.has_head else target
     if not (ranked or models.draws_drafts or c.reads_logits):
         return Proposal(apply(*head, hidden, backend, method="best"))
@@ -116,13 +116,17 @@ def propose(
 
 
 def rows_of(models: Models, state: State, proposal: Proposal, widths: Int[Array, " B"]) -> Rows:
-    """The rows that are verified: all, or the best of the batch by the drafter's confidence."""
+    """The rows that are verified: all, the best of the batch by the drafter's confidence, or the
+    first of every block."""
     batch, drafts = proposal.tokens.shape
     if models.rows is None or drafts == 0:
         return Whole(widths)
     assert isinstance(models.rows, int), "a driver puts a number in AUTO's place"
     if models.rows >= batch * (drafts + 1):
         return Whole(widths)
+    if not models.ranks_rows:
+        count = models.rows // batch
+        return Leading(jnp.minimum(widths, count), count, drafts + 1)
     assert proposal.confidence is not None
     survival = survivals(proposal.confidence)
     counts = pick_rows(survival, widths, state.sequences.done, models.rows)
@@ -189,8 +193,11 @@ def judge(
             choices = apply(models.target, params.target, hidden, backend, method="best")
         choices = rows.unpack(choices)
         accepted = accepted_drafts(proposal.tokens, choices, rows.widths)
-    if state.survey is not None and proposal.confidence is not None:
-        survival = survivals(proposal.confidence)
+    if state.survey is not None:
+        survival = by_place(proposal.tokens)
+        if models.ranks_rows:
+            assert proposal.confidence is not None
+            survival = survivals(proposal.confidence)
         survey = state.survey.seen(survival, room, rows.widths, accepted, s.done)
         state = state._replace(survey=survey)
     return Verdict(rows.unpack(raw), choices, accepted, features, rows), state

@@ -37,6 +37,9 @@ FIRST, STEPS = 2, 16  # steps of the first call, and of each later one
 KEPT = 0.8  # weight of earlier counts, after each call that drafted
 UNSEEN = 0.995  # of those of drafts like which none was verified since
 PRIOR = 4  # drafts of a bin that count as if each had come true with the drafter's confidence
+REMEMBERED = 40  # blocks that tell what a place's drafts come to
+FAIR = 0.7  # of drafts after a right one come true, before any are seen
+FEW = 2  # drafts, as which that counts, and so does a place's rate by the place before it
 MIDDLE = (np.arange(BINS) + 0.5) / BINS  # of each bin
 PROBE = 100  # milliseconds without drafts before one of a probe
 STAYS = 1.02  # another number of rows must promise more than so many times the tokens a second
@@ -53,7 +56,7 @@ def with_rows(models: Models, rows: int | str | None, batch: int) -> Models:
         free = models.drafter is not None and models.one_arithmetic
         target = models.target.config
         pays = batch >= SMALLEST_BATCH or bool(target.experts)
-        return replace(models, rows=AUTO) if free and pays and not target.deltas else models
+        return replace(models, rows=AUTO) if free and pays else models
     if int(rows) < batch:
         raise ValueError(
             f"{rows} rows to verify for {batch} sequences: each needs one, at least {batch} in all"
@@ -62,10 +65,12 @@ def with_rows(models: Models, rows: int | str | None, batch: int) -> Models:
 
 
 def default_rows(models: Models, batch: int) -> str | None:
-    """AUTO on one GPU, from SMALLEST_BATCH sequences on; elsewhere all rows. A CPU takes longer to
-    compile and to time several programs than most commands run, and several GPUs were not timed."""
+    """AUTO on one GPU, from SMALLEST_BATCH sequences on, and of targets with experts from one on;
+    elsewhere all rows. A CPU takes longer to compile and to time several programs than most
+    commands run, and several GPUs were not timed."""
     one_gpu = models.kernels.attention == "canonical" and models.mesh is None
-    return AUTO if one_gpu and batch >= SMALLEST_BATCH else None
+    pays = batch >= SMALLEST_BATCH or bool(models.target.config.experts)
+    return AUTO if one_gpu and pays else None
 
 
 def row_counts(batch: int, width: int) -> tuple[int, ...]:
@@ -98,13 +103,23 @@ class Estimate:
         self.live = float(seen.live / seen.steps)
         if not seen.offered.sum():
             return
-        self.offered = KEPT * self.offered + seen.offered
-        # What was seen of drafts that are no longer verified stays: the drafter's word would take
-        # its place, and a modest drafter's keeps its drafts from ever being tried again.
-        kept = UNSEEN - (UNSEEN - KEPT) * seen.verified / np.maximum(seen.offered, 1)
+        offers, kept = self._kept(seen)
+        self.offered = offers * self.offered + seen.offered
         self.verified = kept * self.verified + seen.verified
         self.accepted = kept * self.accepted + seen.accepted
-        self.drafted = KEPT * self.drafted + float(seen.live)
+        self.drafted = offers * self.drafted + float(seen.live)
+
+    def _kept(self, seen: Survey) -> tuple[float, Any]:
+        """The weights of the counts before these: of what was offered, and of what came of it.
+
+        What was seen of drafts that are no longer verified stays: the drafter's word would take its
+        place, and a modest drafter's keeps its drafts from ever being tried again.
+        """
+        return KEPT, UNSEEN - (UNSEEN - KEPT) * seen.verified / np.maximum(seen.offered, 1)
+
+    def _rates(self) -> Float[np.ndarray, " N"]:
+        """The part of each bin's drafts that are reached and right."""
+        return (self.accepted + PRIOR * MIDDLE) / (self.verified + PRIOR)
 
     def tokens(self, rows: Sequence[int]) -> Float[np.ndarray, " N"]:
         """The expected tokens of steps that verify so many rows of today's sequences, the best.
@@ -112,12 +127,45 @@ class Estimate:
         They offer as many drafts each as those did that drafted: at a burst's beginning these are
         few. The fewest rows are those without drafts, whoever is done.
         """
-        rate = (self.accepted + PRIOR * MIDDLE) / (self.verified + PRIOR)
         offered = self.offered[::-1] / max(self.drafted, 1e-9) * self.live
-        spare = np.array(rows) - self.live
+        spare = self._drafts(np.array(rows, float))
         spare[np.argmin(rows)] = 0
         upto = np.minimum(np.cumsum(offered), spare[:, None])
-        return self.live + np.diff(upto, prepend=0.0) @ rate[::-1]
+        return self.live + np.diff(upto, prepend=0.0) @ self._rates()[::-1]
+
+    def _drafts(self, rows: Float[np.ndarray, " N"]) -> Float[np.ndarray, " N"]:
+        """The drafts that so many rows verify: who is done leaves its rows to the others."""
+        return rows - self.live
+
+
+class EstimateByPlace(Estimate):
+    """Of steps that verify as many rows of each block: counts by a draft's place in its block.
+
+    A place that was not verified of late has the rate of the one before it, times the part of
+    drafts after a right one that came true.
+    """
+
+    def _kept(self, seen: Survey) -> tuple[float, Any]:
+        kept = max(KEPT, 1 - float(seen.live) / REMEMBERED)
+        return kept, kept
+
+    def _rates(self) -> Float[np.ndarray, " N"]:
+        right, tried = self.accepted[::-1], self.verified[::-1]  # the first place first
+        reached = np.minimum(np.append(tried[0], right[:-1]), tried)
+        after = (right.sum() + FEW * FAIR) / (reached.sum() + FEW)
+        rate, rates = 1.0, list[float]()
+        for came_true, of in zip(right, tried, strict=True):
+            rate = (came_true + FEW * rate * after) / (of + FEW)
+            rates.append(rate)
+        return np.array(rates[::-1])
+
+    def _drafts(self, rows: Float[np.ndarray, " N"]) -> Float[np.ndarray, " N"]:
+        return (rows // min(rows) - 1) * self.live
+
+
+def estimate_for(models: Models) -> Estimate:
+    """An estimate of what these models' surveys count."""
+    return Estimate() if models.ranks_rows else EstimateByPlace()
 
 
 class ChosenRows:
@@ -216,4 +264,5 @@ def programs_for(models: Models, params: Params, shape: Shape) -> Programs | Cho
     folder = jax.config.jax_compilation_cache_dir
     measure = functools.partial(step_times, each[-1], params, shape, runs)
     times = kept_times(models, shape, counts, measure, Path(folder) if folder else None)
-    return ChosenRows(compiled[-1].prefill, runs, times, time.perf_counter() - begin)
+    seconds, estimate = time.perf_counter() - begin, estimate_for(models)
+    return ChosenRows(compiled[-1].prefill, runs, times, seconds, estimate=estimate)

@@ -39,10 +39,21 @@ def step_times(
 
 
 def with_texts(models: Models, state: State) -> State:
-    """The state with random tokens in all sequences: equal rows would read the same experts."""
+    """The state with random tokens in all sequences, and noise in the drafter's context: equal rows
+    would read the same experts, and a drafter that sees nothing drafts the same token everywhere.
+    """
     sizes, vocabulary = state.sequences.tokens.shape, models.target.config.vocab_size
     tokens = jax.random.randint(jax.random.key(0), sizes, 0, vocabulary, jnp.int32)
-    return state.with_sequences(tokens=tokens)
+    state = state.with_sequences(tokens=tokens)
+    return state._replace(drafter_cache=jax.tree.map(_noise, state.drafter_cache))
+
+
+def _noise(leaf: jax.Array) -> jax.Array:
+    """Normal numbers in its place and memory."""
+    if not jnp.issubdtype(leaf.dtype, jnp.floating):
+        return leaf
+    make = lambda x: jax.random.normal(jax.random.key(1), x.shape, x.dtype)  # noqa: E731
+    return jax.jit(make, donate_argnums=0, out_shardings=leaf.sharding)(leaf)
 
 
 def timed(

@@ -13,6 +13,7 @@ from jflash.budget.rounds import Step
 from jflash.budget.row_choice import (
     ChosenRows,
     Estimate,
+    EstimateByPlace,
     default_rows,
     programs_for,
     row_counts,
@@ -24,7 +25,7 @@ from jflash.generate import generate, models_for
 from jflash.models.decoder import Target
 from jflash.records.kernels import AUTO, XLA
 from jflash.records.specs import MoeSpec
-from jflash.rows import Survey, empty_survey, packed, pick_rows, survivals
+from jflash.rows import Survey, by_place, empty_survey, packed, pick_rows, survivals
 from jflash.serving.calls.programs import of_all_kinds
 from tests.step.test_rows import pair_of
 from tests.support.attention_checks import ON_GPU
@@ -163,6 +164,38 @@ def test_drafts_of_few_sequences_predict_those_of_many():
     assert one.tokens(several) == pytest.approx(every.tokens(several), rel=0.05)
 
 
+def test_an_estimate_by_place_counts_what_each_place_brought():
+    """Three texts, one done: blocks of 8 whose drafts come true to the third place, or to none."""
+    estimate, widths, done = EstimateByPlace(), jnp.asarray([8, 8, 8]), jnp.asarray([0, 0, 1], bool)
+    seen = empty_survey()
+    for i in range(400):
+        accepted = jnp.asarray([3, 0 if i % 4 else 7, 5])
+        seen = seen.seen(by_place(jnp.zeros((3, 7), int)), widths, widths, accepted, done)
+    estimate.add(jax.device_get(seen))
+    assert estimate.live == 2
+    want = 2 + np.cumsum([0] + [1.25] * 3 + [0.25] * 4)
+    rows = [3 * w for w in range(1, 9)]
+    assert estimate.tokens(rows) == pytest.approx(want, rel=0.03)
+    assert estimate.tokens([3, 12, 24])[1:] == pytest.approx(want[[3, 7]], rel=0.03)
+
+
+def test_a_place_that_is_not_verified_follows_the_one_before_it():
+    """One text, whose drafts come true three times in four; steps verify two drafts of seven."""
+    estimate, rng = EstimateByPlace(), np.random.default_rng(0)
+    for _ in range(3000):
+        right = rng.random(2) < 0.75
+        accepted = jnp.asarray([int(right[0]) + int(right.all())])
+        now = empty_survey().seen(
+            by_place(jnp.zeros((1, 7), int)), jnp.asarray([8]), jnp.asarray([3]), accepted,
+            jnp.zeros(1, bool),
+        )  # fmt: skip
+        estimate.add(jax.device_get(now))
+    want = np.cumsum(0.75 ** np.arange(8))
+    assert estimate.tokens(range(1, 9)) == pytest.approx(want, rel=0.15)
+    fresh = EstimateByPlace(live=1.0, drafted=1.0, offered=np.ones(len(estimate.offered)))
+    assert fresh.tokens([1, 4])[1] == pytest.approx(1 + 0.7 + 0.49 + 0.343)
+
+
 def test_auto_gives_plain_decodings_text(monkeypatch):
     monkeypatch.setattr(row_choice, "WIDTHS", (1, 2))
     monkeypatch.setattr(row_choice, "STEPS", 3)
@@ -190,6 +223,9 @@ def test_rows_are_chosen_by_default_on_a_gpu_from_batch_8_on():
     of_gpu = replace(of_cpu, kernels=of_cpu.kernels._replace(attention="canonical"))
     assert default_rows(of_gpu, 8) == AUTO and default_rows(of_gpu, 7) is None
     assert default_rows(of_cpu, 8) is None and of_cpu.kernels.attention == "cpu"
+    moe = MoeSpec(num_experts=4, experts_per_token=2, intermediate_size=32, renormalise=True)
+    sparse = of_gpu.target.config.with_experts(moe, range(1))
+    assert default_rows(replace(of_gpu, target=Target(sparse)), 1) == AUTO
     plain = of_gpu.plain()
     assert with_rows(plain, default_rows(plain, 8), 8) == plain
 

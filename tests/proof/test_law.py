@@ -260,7 +260,7 @@ def test_forms_decode_what_they_say():
     for each in (form, law_forms.CPU, usual):
         assert each.ways[-1].batch == each.batch and "own drafter" in each.ways[-1].modes
         assert all(way.modes[0] != "replay" for way in each.ways)
-    assert all(any(way.rows for way in each.ways) for each in (form, law_forms.CPU))
+    assert all(any(way.rows for way in each.ways) for each in (form, law_forms.CPU, usual))
     assert form.long_chunks == usual.long_chunks == (256, 512)
     assert max(usual.long_chunks) < law_prompts.MOST - law_prompts.AFTER
     assert {way.width for way in form.fitting(small_case().models).ways} == {1, 4, 8}

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jflash.budget import row_choice
 from jflash.checks import check_request
 from jflash.compiled.programs import compile_programs
 from jflash.compiled.shape import Shape, make_request, new_state
@@ -21,6 +22,7 @@ from jflash.models.decoder import Target
 from jflash.pair import Models
 from jflash.proof.faults import HYBRIDS, planted
 from jflash.records.decoding import Decoding
+from jflash.records.kernels import AUTO
 from jflash.serving.engine import Engine
 from jflash.serving.request import Request
 from pallas_kernels import gated_delta
@@ -101,6 +103,32 @@ def test_refilled_slots_and_short_prompts_give_plain_decodings_text():
     assert max(lengths) > min(lengths)
 
 
+def test_as_many_rows_of_each_block_give_plain_decodings_text(monkeypatch):
+    """The drafts are right to some place of a block; a step accepts those that it verifies. Chosen
+    rows too, by an engine and by `generate`."""
+    pair, asked = hybrid_pair(), prompts(2, seed=6, low=20, high=40)
+    decoding = Decoding(max_new_tokens=NEW)
+    plain = [found.token_ids for found in generate(pair.plain(), asked, decoding)]
+    replayed = knowing(pair, asked[0], plain[0])
+    width = pair.models.block_size
+    for rows, most in ((2, 1), (7, 3), (2 * width, 7)):  # every seventh draft is wrong
+        fewer = replace(replayed, models=replace(replayed.models, rows=rows))
+        found = generate(fewer, asked, decoding)
+        assert [each.token_ids for each in found] == plain
+        assert max(found[0].acceptance_lengths) == most, rows
+        assert len(found[0].acceptance_lengths) >= -(-(NEW - 1) // most)
+    monkeypatch.setattr(row_choice, "WIDTHS", (1, 2))
+    monkeypatch.setattr(row_choice, "STEPS", 3)
+    chosen = replace(replayed, models=replace(replayed.models, rows=AUTO))
+    found = generate(chosen, asked, decoding)
+    assert [each.token_ids for each in found] == plain
+    requests = [Request(prompt_ids=prompt, max_tokens=NEW) for prompt in asked]
+    with Engine(chosen, max_batch=2, max_context=256, kinds=("greedy",)) as engine:
+        found, steps = engine.generate(requests), engine.stats().steps_by_rows
+    assert [each.token_ids for each in found] == plain
+    assert set(steps) == {2, 4, 2 * width} and sum(steps.values()) > 0
+
+
 def test_a_fault_that_is_planted_is_right_up_to_rounding():
     """Chunks that begin at the anchor: the law's check has to catch other bits, not other text."""
     pair = hybrid_pair()
@@ -127,8 +155,6 @@ def test_what_a_hybrid_cannot_do_is_refused():
     with pytest.raises(ValueError, match="block size 17 is above 16"):
         Models(Target(config), None, 17)
     pair = random_pair()
-    with pytest.raises(ValueError, match="recurrent layers takes all"):
-        replace(pair.models, target=Target(config), rows=4)
     with pytest.raises(ValueError, match="token id 65 stands for an image"):
         check_request(Models(Target(config)), [1, 65], Decoding())
     wide = drafter_config(block_size=20)

@@ -57,8 +57,7 @@ class Form:
 
     def fitting(self, models: Models) -> "Form":
         """The form for a pair: no way is wider than its block, and rows are chosen if they can."""
-        free = models.one_arithmetic and not models.target.config.deltas
-        ways = [way for way in self.ways if free or way.rows is None]
+        ways = [way for way in self.ways if models.one_arithmetic or way.rows is None]
         width = models.block_size
         return replace(self, ways=tuple(w._replace(width=min(w.width, width)) for w in ways))
 
@@ -95,6 +94,7 @@ GPU = Form(
     ways=(
         Way(1, 8, PLAIN, roomy=True, chunk=64),
         Way(5, 8, OWN + REPLAY),
+        Way(16, 32, OWN + REPLAY, rows=96),
         Way(16, 64, OWN + OTHER + REPLAY),
     ),
 )

@@ -115,7 +115,7 @@ def undrafted(models: Models, batch: int) -> Proposal:
     return Proposal(
         jnp.zeros((batch, drafts), jnp.int32),
         jnp.zeros((batch, drafts, vocabulary)) if models.draws_drafts and not none else None,
-        jnp.zeros((batch, drafts)) if models.rows is not None or none else None,
+        jnp.zeros((batch, drafts)) if models.ranks_rows or none else None,
     )
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int
 
-from jflash.budget.row_choice import ChosenRows, Estimate
+from jflash.budget.row_choice import ChosenRows, estimate_for
 from jflash.budget.row_times import kept_times, timed, with_texts
 from jflash.compiled.stored import compiling
 from jflash.devices.mesh import EVERYWHERE, local, param_specs, spread
@@ -228,7 +228,7 @@ def choosing(
     """Picks among the greedy programs of each number of slots that has several, by their times
     here and one survey of the drafts."""
     layout = settled(models, layout)
-    folder, estimate = jax.config.jax_compilation_cache_dir, Estimate()
+    folder, estimate = jax.config.jax_compilation_cache_dir, estimate_for(models)
     where = Path(folder) if folder else None
     found = {}
     for slots in slot_counts(models, layout):

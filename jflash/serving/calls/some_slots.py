@@ -49,13 +49,15 @@ def slot_counts(models: Models, layout: Layout) -> tuple[int, ...]:
 def steppings(models: Models, layout: Layout) -> list[Stepping]:
     """The programs of greedy requests, ascending.
 
-    With AUTO several numbers of rows are there for all slots, and for fewer ones of many rows.
+    With AUTO several numbers of rows are there for all slots, and for fewer ones of many rows, or
+    of any where each row reads experts of its own.
     """
     found, width = list[Stepping](), models.block_size
+    chosen_from = width if models.target.config.experts else CHOSEN_FROM
     for slots in slot_counts(models, layout):
         most = slots * width
         rows = [most if models.rows in (None, AUTO) else min(int(models.rows), most)]
-        if models.rows == AUTO and (slots == layout.shape.batch or most >= CHOSEN_FROM):
+        if models.rows == AUTO and (slots == layout.shape.batch or most >= chosen_from):
             rows = row_counts(slots, width)
         found += [Stepping(slots, int(count)) for count in rows]
     return found
