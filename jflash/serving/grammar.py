@@ -126,9 +126,8 @@ class Grammars:
 def _with_stack[T](work: Callable[[], T]) -> T:
     """What `work` gives in a thread of its own, whose stack has STACK bytes."""
     with ThreadPoolExecutor(1) as pool:
-        with (
-            _starts
-        ):  # others that start meanwhile may have such a stack too, as far as they use it
+        # Threads that others start meanwhile have such a stack too, as far as they use it.
+        with _starts:
             usual = threading.stack_size(STACK)
             try:
                 given = pool.submit(work)
