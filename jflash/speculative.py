@@ -193,7 +193,7 @@ def judge(
             choices = apply(models.target, params.target, hidden, backend, method="best")
         choices = rows.unpack(choices)
         accepted = accepted_drafts(proposal.tokens, choices, rows.widths)
-    if state.survey is not None:
+    if state.survey is not None and models.rows is not None:  # other programs share the state
         survival = by_place(proposal.tokens)
         if models.ranks_rows:
             assert proposal.confidence is not None

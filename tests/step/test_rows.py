@@ -1,6 +1,7 @@
 """A row budget: which rows it takes, and that no choice of rows changes a bit of the text."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,8 @@ from jflash.pair import Models, Params
 from jflash.records.decoding import Decoding
 from jflash.records.kernels import XLA
 from jflash.records.specs import AttentionSpec
-from jflash.rows import packed, pick_rows, survivals
+from jflash.rows import empty_survey, packed, pick_rows, survivals
+from jflash.speculative import speculative_step
 from tests.step.test_one_arithmetic import texts, total
 from tests.support.attention_checks import ON_GPU
 from tests.support.pairs import (
@@ -139,6 +141,21 @@ def after(pair: Pair, asked, legs):
         state = state.with_sequences(max_accept=jnp.full(batch, 7 * accept))
         state, report = program.run(pair.params, state, jnp.int32(steps), jnp.zeros(batch, bool))
     return jax.device_get((state, report))
+
+
+@pytest.mark.parametrize("rows", [None, 2 * WIDTH])
+def test_only_programs_that_choose_rows_count_drafts(rows):
+    """An engine's programs for other requests step the same state: they verify whole blocks, whose
+    drafts no confidence ranks."""
+    pair, shape = pair_of(WIDTH), Shape.of(2, 64)
+    models = replace(pair.models, rows=rows)
+    state = new_state(models, shape)._replace(survey=empty_survey())
+    state = state.with_sequences(
+        length=jnp.full(2, 5), limit=jnp.full(2, 60), done=jnp.zeros(2, bool)
+    )
+    after = jax.jit(partial(speculative_step, models))(pair.params, state)
+    assert bool(after.survey.counts.any()) == (rows is not None)
+    assert (after.sequences.length > 5).all()
 
 
 def test_a_pause_of_the_drafter_costs_no_acceptance_later(asked):
