@@ -37,7 +37,7 @@ def best_and_probability(
 
 def head_logits(
     hidden: Float[Array, "B T D"], head: Head, backend: str, shards: int
-) -> Float[Array, "B T V"]:
-    """All logits in float32, on every device."""
+) -> Float[Array, "B T _"]:
+    """All logits in float32, on every device: `shards` times as many as the head has rows."""
     logits = matmul.head_logits(hidden.reshape(-1, hidden.shape[-1]), head, backend=backend)
     return gather_if_read(logits, shards).reshape(*hidden.shape[:2], -1)
