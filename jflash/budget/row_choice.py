@@ -54,9 +54,7 @@ def with_rows(models: Models, rows: int | str | None, batch: int) -> Models:
         return models
     if rows == AUTO:
         free = models.drafter is not None and models.one_arithmetic
-        target = models.target.config
-        pays = batch >= SMALLEST_BATCH or bool(target.experts)
-        return replace(models, rows=AUTO) if free and pays else models
+        return replace(models, rows=AUTO) if free and _pays(models, batch) else models
     if int(rows) < batch:
         raise ValueError(
             f"{rows} rows to verify for {batch} sequences: each needs one, at least {batch} in all"
@@ -69,8 +67,12 @@ def default_rows(models: Models, batch: int) -> str | None:
     elsewhere all rows. A CPU takes longer to compile and to time several programs than most
     commands run, and several GPUs were not timed."""
     one_gpu = models.kernels.attention == "canonical" and models.mesh is None
-    pays = batch >= SMALLEST_BATCH or bool(models.target.config.experts)
-    return AUTO if one_gpu and pays else None
+    return AUTO if one_gpu and _pays(models, batch) else None
+
+
+def _pays(models: Models, batch: int) -> bool:
+    """Whether a step of fewer rows may be worth its programs."""
+    return batch >= SMALLEST_BATCH or bool(models.target.config.experts)
 
 
 def row_counts(batch: int, width: int) -> tuple[int, ...]:
