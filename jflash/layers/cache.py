@@ -161,7 +161,8 @@ class DeltaCache(NamedTuple):
     """
 
     memory: Memory
-    raw: Float[Array, "B R D"]
+    raw: Float[Array, "S R D"]
+    slots: Int[Array, " B"] | None = None  # of a call's sequences, in an engine's calls over some
 
     def committed(self, count: Int[Array, " B"]) -> "DeltaCache":
         return self

@@ -9,7 +9,7 @@ Axes: B batch, T rows, D width, Hk and Hv heads, dk and dv their widths, C colum
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jaxtyping import Array, Bool, DTypeLike, Float, Int
+from jaxtyping import Array, Bool, DTypeLike, Float
 
 from jflash.layers.cache import DeltaCache, LayerState, empty_delta
 from jflash.layers.layer import DecoderLayer
@@ -63,14 +63,14 @@ class DeltaNet(nn.Module):
                 # Any row of a block may be rolled back: the next block's start tells.
                 real = jnp.full_like(over.lengths, count)
                 nothing = jnp.zeros_like(over.lengths)
-                return self._step(cache, gate, over.lengths, real, nothing, over)
+                return self._step(
+                    cache, gate, op.Span(over.lengths, real, nothing, cache.slots), over
+                )
             case Chunk():
                 assert cache is not None
-                one = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, over.slot, 1), cache)
                 real = jnp.clip(over.length - over.offset, 0, count)[None]
-                out, one = self._step(one, gate, over.offset[None], real, real, over)
-                put = jax.lax.dynamic_update_slice_in_dim
-                return out, jax.tree.map(lambda all, x: put(all, x, over.slot, 0), cache, one)
+                span = op.Span(over.offset[None], real, real, over.slot[None])
+                return self._step(cache, gate, span, over)
             case Rows():
                 out = self._whole(gate.fused, over.mask)
                 return op.gated_norm(out, gate, backend="reference"), cache
@@ -88,23 +88,21 @@ class DeltaNet(nn.Module):
         self,
         cache: DeltaCache,
         gate: op.Gate,
-        start: Int[Array, " B"],
-        real: Int[Array, " B"],
-        kept: Int[Array, " B"],
+        span: op.Span,
         over: Pass,
     ) -> tuple[Float[Array, "B T Hv dv"], DeltaCache]:
-        """Outputs of the rows from `start` on, and the new cache; see the op's contract."""
+        """Outputs of the span's rows, and the new cache; see the op's contract."""
         (raw, _, b, a), backend = self.inputs.leaf.firsts, over.kernels.delta
         how = {"heads": self._heads, "firsts": (raw, b, a), "backend": backend}
-        q, rows, ring = op.next_inputs(gate.fused, cache.raw, *self._leaves(), start, real, **how)
-        out, state = self.rule(q, rows, cache.memory, start, real, kept, backend)
+        q, rows, ring = op.next_inputs(gate.fused, cache.raw, *self._leaves(), span, **how)
+        out, state = self.rule(q, rows, cache.memory, span, backend)
         memory = cache.memory._replace(state=state)
-        out, memory = op.finish(out, gate, rows, memory, start, real, kept, backend=backend)
-        return out, DeltaCache(memory, ring)
+        out, memory = op.finish(out, gate, rows, memory, span, backend=backend)
+        return out, DeltaCache(memory, ring, cache.slots)
 
-    def rule(self, q, rows: op.Rows, memory: op.Memory, start, real, kept, backend: str):
+    def rule(self, q, rows: op.Rows, memory: op.Memory, span: op.Span, backend: str):
         """The op's outputs, and the state that is kept."""
-        return op.gated_delta(q, rows, memory, start, real, kept, backend=backend)
+        return op.gated_delta(q, rows, memory, span, backend=backend)
 
     def _whole(self, fused, mask: Bool[Array, "B 1 T S"]) -> Float[Array, "B T Hv dv"]:
         """Whole sequences, several in a row, token by token; each begins at its first key."""

@@ -89,8 +89,9 @@ def _from_the_anchor(call, args, kwargs, context):
     Many decoding kernels work so: the state that they keep is the one before the block.
     """
     _, after = call(*args, **kwargs)
-    q, rows, memory, start, real, *_ = args
-    known = gated_delta.lay_out(q, rows, memory, start, jnp.zeros_like(real))
+    q, rows, memory, span, *_ = args
+    memory, start = span.of(memory), span.start
+    known = gated_delta.lay_out(q, rows, memory, start, jnp.zeros_like(start))
     every = jnp.full_like(start, known[0].shape[1])
     _, state = gated_delta.xla.scan(memory.state, *known, every)
 

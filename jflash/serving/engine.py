@@ -20,6 +20,7 @@ from jflash.serving.calls.layout import (
     burst_of,
     engine_chunk,
     refusal_of_prompts,
+    refusal_of_some,
     settled,
     steps_of_call,
 )
@@ -103,6 +104,7 @@ class Engine:
         refusal = refusal_of_prompts(pair.models)
         if refusal and (prompts_at_once or 1) > 1:
             raise ValueError(f"prompts_at_once {prompts_at_once}: {refusal}")
+        refusal = refusal_of_some(pair.models)
         counts = checked_counts(slots_at_once, max_batch, refusal)
         ahead = checked_ahead(prompts_ahead, refusal)
         states = states_kept(pair.models, max_batch, states)

@@ -2,8 +2,8 @@
 
 For one token and value head h, with key head h // r, r = Hv / Hk, and the state S [dk, dv]:
     S = e^g S;  d = beta (v - k S);  S = S + k d;  out = q S        S is 0 before position 0
-all in float32. Axes: B batch, T rows, C CHUNK positions, Hk and Hv heads, dk and dv their widths,
-U taps of the convolution, D its channels.
+all in float32. Axes: B batch, S slots of the memory, T rows, C CHUNK positions, Hk and Hv heads, dk
+and dv their widths, U taps of the convolution, D its channels.
 
 A state cannot be cut at a length, so the rows that may be rolled back are kept beside it. `Memory`
 has the state before position `base`, and the rows since, position p at place p % (2 · CHUNK). A
@@ -12,10 +12,9 @@ may still be rolled back: with "triton" every position is a border, with the oth
 on the grid of absolute positions and run whole chunks over them, the multiples of CHUNK are.
 Rollback is a smaller `start` at the next call.
 
-- gated_delta: rows at positions start … start + T - 1 of each sequence, of which the first `real`
-  are tokens and the others padding, and the first `kept` will never be rolled back. If `kept` is
-  less than `real`, `real` is at most CHUNK. base ≤ start < base + 2 · CHUNK. It gives the outputs
-  and the state at the border, and `finish` the memory.
+- gated_delta: the rows of a `Span`. If its `kept` is less than its `real`, `real` is at most CHUNK.
+  base ≤ start < base + 2 · CHUNK. It gives the outputs and the state at the border, and `finish`
+  the memory.
 - inputs: its inputs from the projection: a causal convolution with SiLU, queries and keys of length
   1 (queries also times dk^-½), g = -exp(A_log) · softplus(a + dt_bias), beta = σ(b).
 - next_inputs: the same of rows from `start` on, out of the whole projection; the convolution's
@@ -34,13 +33,14 @@ one program. "triton" is for NVIDIA GPUs from sm80. "reference" is the rule, tok
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from pallas_kernels.choice import backend_of, device_refusal
 from pallas_kernels.gated_delta import cpu, reference, triton, xla
 from pallas_kernels.gated_delta.grid import CHUNK as CHUNK
 from pallas_kernels.gated_delta.grid import Memory as Memory
 from pallas_kernels.gated_delta.grid import Rows as Rows
+from pallas_kernels.gated_delta.grid import Span as Span
 from pallas_kernels.gated_delta.grid import border_of, commit, lay_out, outputs
 from pallas_kernels.gated_delta.in_ring import put, with_earlier
 
@@ -75,20 +75,19 @@ def gated_delta(
     q: Float[Array, "B T Hk dk"],
     rows: Rows,
     memory: Memory,
-    start: Int[Array, " B"],
-    real: Int[Array, " B"],
-    kept: Int[Array, " B"],
+    span: Span,
     *,
     backend: str,
-) -> tuple[Float[Array, "B T Hv dv"], Float[Array, "B Hv dk dv"]]:
+) -> tuple[Float[Array, "B T Hv dv"], Float[Array, "S Hv dk dv"]]:
     """See the module's contract. `backend` is one of BACKENDS; any other name is a ValueError."""
     module = _backend(backend)
     if module is triton:
-        return triton.gated_delta(q, rows, memory, start, real, kept)
-    chunks = lay_out(q, rows, memory, start, real)
-    whole = (border_of(start, kept) - memory.base) // CHUNK
-    out, state = module.scan(memory.state, *chunks, whole)
-    return outputs(out, start - memory.base, q.shape[1]), state
+        return triton.gated_delta(q, rows, memory, span)
+    own = span.of(memory)
+    chunks = lay_out(q, rows, own, span.start, span.real)
+    whole = (border_of(span) - own.base) // CHUNK
+    out, state = module.scan(own.state, *chunks, whole)
+    return outputs(out, span.start - own.base, q.shape[1]), span.into(memory.state, state)
 
 
 def finish(
@@ -96,17 +95,14 @@ def finish(
     gate: Gate,
     rows: Rows,
     memory: Memory,
-    start: Int[Array, " B"],
-    real: Int[Array, " B"],
-    kept: Int[Array, " B"],
+    span: Span,
     *,
     backend: str,
 ) -> tuple[Float[Array, "B T Hv dv"], Memory]:
     """The normed outputs, and the memory; the one given has the state that `gated_delta` gave."""
     if _backend(backend) is triton:
-        return triton.finish(out, *gate, rows, memory, start, real, kept)
-    border = border_of(start, kept)
-    return gated_norm(out, gate, backend=backend), commit(memory, border, rows, start, real)
+        return triton.finish(out, *gate, rows, memory, span)
+    return gated_norm(out, gate, backend=backend), commit(memory, rows, span)
 
 
 def inputs(
@@ -135,25 +131,24 @@ def inputs(
 
 def next_inputs(
     fused: Float[Array, "B T F"],
-    ring: Float[Array, "B R D"],
+    ring: Float[Array, "S R D"],
     weights: Float[Array, "D U"],
     a_log: Float[Array, " Hv"],
     dt_bias: Float[Array, " Hv"],
-    start: Int[Array, " B"],
-    real: Int[Array, " B"],
+    span: Span,
     *,
     heads: Heads,
     firsts: tuple[int, int, int],
     backend: str,
-) -> tuple[Float[Array, "B T Hk dk"], Rows, Float[Array, "B R D"]]:
+) -> tuple[Float[Array, "B T Hk dk"], Rows, Float[Array, "S R D"]]:
     """The inputs, and the ring with the call's rows; `firsts` are raw's, b's and a's columns."""
     if _backend(backend) is triton:
-        return triton.next_inputs(fused, ring, weights, a_log, dt_bias, start, real, heads, firsts)
+        return triton.next_inputs(fused, ring, weights, a_log, dt_bias, span, heads, firsts)
     widths = len(weights), len(a_log), len(a_log)
     raw, b, a = (fused[..., x : x + n] for x, n in zip(firsts, widths, strict=True))
-    rows = with_earlier(ring, raw, start, real, weights.shape[1])
+    rows = with_earlier(ring, raw, span, weights.shape[1])
     q, rows = inputs(rows, b, a, weights, a_log, dt_bias, heads=heads, backend=backend)
-    return q, rows, put(ring, raw, start, real)
+    return q, rows, put(ring, raw, span)
 
 
 def recurrent(

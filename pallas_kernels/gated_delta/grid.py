@@ -21,14 +21,43 @@ class Rows(NamedTuple):
 class Memory(NamedTuple):
     """The state before position `base`, and the rows since: position p at place p % (2 · CHUNK)."""
 
-    state: Float[Array, "B Hv dk dv"]
-    base: Int[Array, " B"]
+    state: Float[Array, "S Hv dk dv"]
+    base: Int[Array, " S"]
     rows: Rows
 
 
-def border_of(start: Int[Array, " B"], kept: Int[Array, " B"]) -> Int[Array, " B"]:
+class Span(NamedTuple):
+    """The rows of a call: at positions start … start + T - 1 of each of its sequences. The first
+    `real` are tokens and the others padding, and the first `kept` will never be rolled back.
+
+    Sequence b lies at slots[b] of the memory and of the ring, and no two at one; None: at b.
+    """
+
+    start: Int[Array, " B"]
+    real: Int[Array, " B"]
+    kept: Int[Array, " B"]
+    slots: Int[Array, " B"] | None = None
+
+    @property
+    def places(self) -> Int[Array, " B"]:
+        """The slots."""
+        return jnp.arange(len(self.start)) if self.slots is None else self.slots
+
+    def of[T](self, kept: T) -> T:
+        """What the call's sequences have of arrays of all slots."""
+        return kept if self.slots is None else jax.tree.map(lambda x: x[self.slots], kept)
+
+    def into[T](self, kept: T, new: T) -> T:
+        """The arrays of all slots with what the call's sequences have now."""
+        if self.slots is None:
+            return new
+        put = lambda all, x: all.at[self.slots].set(x, unique_indices=True)  # noqa: E731
+        return jax.tree.map(put, kept, new)
+
+
+def border_of(span: Span) -> Int[Array, " B"]:
     """The last border before the rows of a call that may be rolled back."""
-    return (start + kept) // CHUNK * CHUNK
+    return (span.start + span.kept) // CHUNK * CHUNK
 
 
 def lay_out(
@@ -71,21 +100,16 @@ def outputs(
     return jnp.take_along_axis(flat, index[:, :, None, None], axis=1)
 
 
-def commit(
-    memory: Memory,
-    border: Int[Array, " B"],
-    rows: Rows,
-    start: Int[Array, " B"],
-    real: Int[Array, " B"],
-) -> Memory:
-    """The memory that begins at `border`, with the call's rows after it."""
-    row = jnp.arange(rows.k.shape[1])
-    position = start[:, None] + row
-    stays = (row < real[:, None]) & (position >= border[:, None])
+def commit(memory: Memory, rows: Rows, span: Span) -> Memory:
+    """The memory that begins at the border, with the call's rows after it."""
+    row, border = jnp.arange(rows.k.shape[1]), border_of(span)
+    position = span.start[:, None] + row
+    stays = (row < span.real[:, None]) & (position >= border[:, None])
     place = jnp.where(stays, position % (2 * CHUNK), 2 * CHUNK + row)
-    sequence = jnp.arange(len(border))[:, None]
+    sequence = span.places[:, None]
 
     def put(ring, given):
         return ring.at[sequence, place].set(given, mode="drop", unique_indices=True)
 
-    return Memory(memory.state, border, jax.tree.map(put, memory.rows, rows))
+    base = span.into(memory.base, border)
+    return Memory(memory.state, base, jax.tree.map(put, memory.rows, rows))

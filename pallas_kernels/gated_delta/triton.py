@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from pallas_kernels.gated_delta.grid import CHUNK, Memory, Rows
+from pallas_kernels.gated_delta.grid import CHUNK, Memory, Rows, Span
 from pallas_kernels.gated_delta.triton_finish import finish as finish
 from pallas_kernels.gated_delta.triton_inputs import next_inputs as next_inputs
 from pallas_kernels.gated_delta.triton_rows import at
@@ -34,12 +34,10 @@ def gated_delta(
     q: Float[Array, "B T Hk dk"],
     rows: Rows,
     memory: Memory,
-    start: Int[Array, " B"],
-    real: Int[Array, " B"],
-    kept: Int[Array, " B"],
+    span: Span,
     *,
     interpret: bool = False,
-) -> tuple[Float[Array, "B T Hv dv"], Float[Array, "B Hv dk dv"]]:
+) -> tuple[Float[Array, "B T Hv dv"], Float[Array, "S Hv dk dv"]]:
     """The contract's; the state is the one before row `kept`."""
     B, T = q.shape[:2]
     Hv, _, dv = memory.state.shape[1:]
@@ -52,14 +50,14 @@ def gated_delta(
             jax.ShapeDtypeStruct((B, T, Hv, dv), jnp.float32),
             jax.typeof(memory.state),
         ),
-        input_output_aliases={13: 1},
+        input_output_aliases={14: 1},
         compiler_params=plt.CompilerParams(num_warps=WARPS, num_stages=1),
         interpret=interpret,
-    )(memory.base, start, real, kept, q, *rows, *memory.rows, memory.state)
+    )(memory.base, *span[:3], span.places, q, *rows, *memory.rows, memory.state)
 
 
 def _walk(
-    base_ref, start_ref, real_ref, kept_ref, q_ref, k_ref, v_ref, g_ref, beta_ref,
+    base_ref, start_ref, real_ref, kept_ref, slots_ref, q_ref, k_ref, v_ref, g_ref, beta_ref,
     old_k_ref, old_v_ref, old_g_ref, old_beta_ref, state_ref, out_ref, kept_state_ref,
     *, columns: int, exact: bool,
 ):  # fmt: skip
@@ -68,15 +66,16 @@ def _walk(
     key_head = lax.div(h, jnp.int32(Hv // Hk))
     column = pl.program_id(0) * columns + jnp.arange(columns)
     keys = [first + jnp.arange(TILE) for first in range(0, dk, TILE)]
-    base, real, kept = base_ref[b], real_ref[b], kept_ref[b]
+    slot = slots_ref[b]
+    base, real, kept = base_ref[slot], real_ref[b], kept_ref[b]
     ahead = start_ref[b] - base
 
     def earlier(i):
         """Keys, value, decay and weight of the row i positions after the base, in the memory."""
         place = lax.rem(base + i, jnp.int32(2 * CHUNK))
-        k = [plt.load(at(old_k_ref, b, place, key_head, key)) for key in keys]
-        v = plt.load(at(old_v_ref, b, place, h, column))
-        return k, v, old_g_ref[b, place, h], old_beta_ref[b, place, h]
+        k = [plt.load(at(old_k_ref, slot, place, key_head, key)) for key in keys]
+        v = plt.load(at(old_v_ref, slot, place, h, column))
+        return k, v, old_g_ref[slot, place, h], old_beta_ref[slot, place, h]
 
     def given(i):
         """The same of the call's row i, and its query."""
@@ -86,7 +85,7 @@ def _walk(
 
     def keep(tiles):
         for key, tile in zip(keys, tiles, strict=True):
-            plt.store(at(kept_state_ref, b, h, key, column), tile)
+            plt.store(at(kept_state_ref, slot, h, key, column), tile)
 
     def replayed(i, carry):
         tiles, row = carry
@@ -101,7 +100,7 @@ def _walk(
         plt.store(at(out_ref, b, i, h, column), _seen(q, tiles, exact))
         return tiles, following
 
-    tiles, new = [plt.load(at(state_ref, b, h, key, column)) for key in keys], given(0)
+    tiles, new = [plt.load(at(state_ref, slot, h, key, column)) for key in keys], given(0)
     tiles, _ = lax.fori_loop(0, ahead, replayed, (tiles, earlier(0)))
     tiles, _ = lax.fori_loop(0, real, answered, (tiles, new))
     pl.when((real == kept) & (ahead + kept > 0))(lambda: keep(tiles))

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from pallas_kernels.gated_delta.grid import CHUNK, Memory, Rows
+from pallas_kernels.gated_delta.grid import CHUNK, Memory, Rows, Span
 from pallas_kernels.gated_delta.triton_rows import read, rows_of, squares, warps_of, write
 from pallas_kernels.in_pairs import sum_in_pairs
 
@@ -26,9 +26,7 @@ def finish(
     eps: float,
     rows: Rows,
     memory: Memory,
-    start: Int[Array, " B"],
-    real: Int[Array, " B"],
-    kept: Int[Array, " B"],
+    span: Span,
     *,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B T Hv dv"], Memory]:
@@ -46,21 +44,22 @@ def finish(
         out_shape=(
             jax.ShapeDtypeStruct(out.shape, fused.dtype), *(jax.typeof(x) for x in rest)
         ),
-        input_output_aliases={10 + i: 1 + i for i in range(len(rest))},
+        input_output_aliases={11 + i: 1 + i for i in range(len(rest))},
         compiler_params=warps_of(size),
         interpret=interpret,
-    )(start, real, kept, out, fused, scale, *rows, *rest)  # fmt: skip
+    )(*span[:3], span.places, out, fused, scale, *rows, *rest)  # fmt: skip
     return normed, Memory(memory.state, base, Rows(*rings))
 
 
 def _finish(
-    start_ref, real_ref, kept_ref, out_ref, fused_ref, scale_ref, *refs, size, first, eps, exact
-):
+    start_ref, real_ref, kept_ref, slots_ref, out_ref, fused_ref, scale_ref, *refs,
+    size, first, eps, exact,
+):  # fmt: skip
     """The norm of some rows of a head; its first program writes the base, and the rows that may
     still be rolled back, ROWS at most, into the memory."""
     given, (normed_ref, base_ref, *rings) = refs[:4], refs[9:]
     h, b, first_rows = pl.program_id(0), pl.program_id(2), pl.program_id(1) == 0
-    start, real, kept = start_ref[b], real_ref[b], kept_ref[b]
+    start, real, kept, slot = start_ref[b], real_ref[b], kept_ref[b], slots_ref[b]
     # All that a program reads is on its way before its first write, which no read may pass.
     later = kept + jnp.arange(size)
     held = [(ring, *_held(one, (later < real) & first_rows, b, later, h)) for one, ring in
@@ -76,11 +75,11 @@ def _finish(
 
     place = lax.rem(start + later, jnp.int32(2 * CHUNK))
     for ring, rows, stays, rest in held:
-        write(ring, rows, stays, b, place, *rest)
+        write(ring, rows, stays, slot, place, *rest)
 
     @pl.when((h == 0) & first_rows)
     def _():
-        base_ref[b] = start + kept
+        base_ref[slot] = start + kept
 
 
 def _held(ref, stays, b, row, h):

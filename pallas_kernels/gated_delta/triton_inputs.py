@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from pallas_kernels.gated_delta.grid import Rows
+from pallas_kernels.gated_delta.grid import Rows, Span
 from pallas_kernels.gated_delta.in_ring import put
 from pallas_kernels.gated_delta.triton_rows import ROWS, at, read, rows_of, squares, warps_of, write
 from pallas_kernels.in_pairs import sum_in_pairs
@@ -21,17 +21,16 @@ from pallas_kernels.in_pairs import sum_in_pairs
 @functools.partial(jax.jit, static_argnames=("heads", "firsts", "interpret"))
 def next_inputs(
     fused: Float[Array, "B T F"],
-    ring: Float[Array, "B R D"],
+    ring: Float[Array, "S R D"],
     weights: Float[Array, "D U"],
     a_log: Float[Array, " Hv"],
     dt_bias: Float[Array, " Hv"],
-    start: Int[Array, " B"],
-    real: Int[Array, " B"],
+    span: Span,
     heads: tuple[int, int],
     firsts: tuple[int, int, int],
     *,
     interpret: bool = False,
-) -> tuple[Float[Array, "B T Hk dk"], Rows, Float[Array, "B R D"]]:
+) -> tuple[Float[Array, "B T Hk dk"], Rows, Float[Array, "S R D"]]:
     """The contract's; `heads` are Hk and dk."""
     (B, T), (R, D), Hv = fused.shape[:2], ring.shape[1:], len(a_log)
     Hk, dk = heads
@@ -45,26 +44,26 @@ def next_inputs(
         name="gated_delta_inputs",
         grid=(2 * Hk + Hv, pl.cdiv(T, size), B),
         out_shape=made + [jax.typeof(ring)] * in_place,
-        input_output_aliases={3: 5} if in_place else {},
+        input_output_aliases={4: 5} if in_place else {},
         compiler_params=warps_of(size),
         interpret=interpret,
-    )(start, real, fused, ring, weights, a_log, dt_bias)
+    )(*span[:2], span.places, fused, ring, weights, a_log, dt_bias)
     if in_place:
         *rows, ring = rows
     else:
-        ring = put(ring, fused[..., firsts[0] : firsts[0] + D], start, real)
+        ring = put(ring, fused[..., firsts[0] : firsts[0] + D], span)
     return q, Rows(*rows), ring
 
 
 def _make_inputs(
-    start_ref, real_ref, fused_ref, ring_ref, weights_ref, a_log_ref, dt_bias_ref,
+    start_ref, real_ref, slots_ref, fused_ref, ring_ref, weights_ref, a_log_ref, dt_bias_ref,
     q_ref, k_ref, v_ref, g_ref, beta_ref, *kept_refs, size, heads, firsts, exact,
 ):  # fmt: skip
     (Hk, dk), dv, (R, _), taps = heads, v_ref.shape[3], ring_ref.shape[1:], weights_ref.shape[1]
     first, first_b, first_a = firsts
     head, b = pl.program_id(0), pl.program_id(2)
     row = pl.program_id(1) * size + jnp.arange(size)
-    start, inside = start_ref[b], row < q_ref.shape[1]
+    start, slot, inside = start_ref[b], slots_ref[b], row < q_ref.shape[1]
     real = row < real_ref[b]
 
     # All that a program reads is on its way before its first write, which no read may pass.
@@ -85,13 +84,13 @@ def _make_inputs(
             given = read(fused_ref, seen, b, jnp.maximum(ahead, 0), first + column)
             place = lax.rem(jnp.maximum(start + ahead, 0), jnp.int32(R))
             earlier = real & (ahead < 0) & (start + ahead >= 0)
-            x = given.astype(jnp.float32) + read(ring_ref, earlier, b, place, column)
+            x = given.astype(jnp.float32) + read(ring_ref, earlier, slot, place, column)
             total += weight[None, :] * x
         total = total / (1 + jnp.exp(-total))
 
         def keep():
             for kept_ref in kept_refs:
-                write(kept_ref, given, real, b, lax.rem(start + row, jnp.int32(R)), column)
+                write(kept_ref, given, real, slot, lax.rem(start + row, jnp.int32(R)), column)
 
         return total.astype(fused_ref.dtype).astype(jnp.float32), keep
 

@@ -15,7 +15,7 @@ import pytest
 from jflash.layers.cache import empty_delta
 from jflash.records.specs import DeltaSpec
 from pallas_kernels import gated_delta as op
-from pallas_kernels.gated_delta import CHUNK, Memory, Rows
+from pallas_kernels.gated_delta import CHUNK, Memory, Rows, Span
 from pallas_kernels.shapes import GATED_DELTA
 from tests.support.attention_checks import FULLY, ON_GPU
 from tests.support.described_gpu import H200, compile_for
@@ -61,15 +61,15 @@ def call(backend: str):
     return jax.jit(functools.partial(whole_call, backend), compiler_options=options)
 
 
-def whole_call(backend: str, q, rows, memory, start, real, kept):
-    places = start, real, kept
+def whole_call(backend: str, q, rows, memory, *places):
+    span = Span(*places)
     gate = op.Gate(jnp.ones((*q.shape[:2], HV * DV)), 0, jnp.ones(DV), 1e-6)
     if backend == "triton" and not ON_GPU:
-        out, state = op.triton.gated_delta(q, rows, memory, *places, interpret=True)
-        given = out, *gate, rows, memory._replace(state=state), *places
+        out, state = op.triton.gated_delta(q, rows, memory, span, interpret=True)
+        given = out, *gate, rows, memory._replace(state=state), span
         return out, op.triton.finish(*given, interpret=True)[1]
-    out, state = op.gated_delta(q, rows, memory, *places, backend=backend)
-    given = out, gate, rows, memory._replace(state=state), *places
+    out, state = op.gated_delta(q, rows, memory, span, backend=backend)
+    given = out, gate, rows, memory._replace(state=state), span
     return out, op.finish(*given, backend=backend)[1]
 
 
@@ -175,7 +175,9 @@ def test_the_kernels_of_inputs_and_norm_are_the_reference(tokens):
     drawn = zip(keys, shapes, dtypes, strict=True)
     given = [jax.random.normal(key, shape).astype(dtype) for key, shape, dtype in drawn]
     start, real = jnp.array([1, 37]), jnp.array([tokens, tokens - 2])
-    given, how = [*given, start, real], {"heads": op.Heads(HK, DK), "firsts": firsts}
+    kept = real * (tokens > CHUNK)
+    span = Span(start, real, kept)
+    given, how = [*given, span], {"heads": op.Heads(HK, DK), "firsts": firsts}
     want = op.next_inputs(*given, **how, backend="reference")
     got = op.triton.next_inputs(*given, **how, interpret=True)
     np.testing.assert_array_equal(got[2], want[2])
@@ -186,8 +188,8 @@ def test_the_kernels_of_inputs_and_norm_are_the_reference(tokens):
             assert np.mean(np.abs(x - y) > 1e-5) < 1e-3
             np.testing.assert_allclose(x, y, atol=0.02)
     out, scale = want[1].v, jnp.linspace(0.5, 2, DV).astype(jnp.bfloat16)
-    gate, kept = op.Gate(given[0], first, scale, 1e-6), real * (tokens > CHUNK)
-    given = out, *gate, want[1], empty(2), start, real, kept
+    gate = op.Gate(given[0], first, scale, 1e-6)
+    given = out, *gate, want[1], empty(2), span
     one, memory = op.triton.finish(*given, interpret=True)
     other = op.gated_norm(out, gate, backend="reference")
     assert one.dtype == other.dtype  # a CPU's compiler may leave a rounding out
@@ -199,6 +201,49 @@ def test_the_kernels_of_inputs_and_norm_are_the_reference(tokens):
             np.testing.assert_array_equal(ring[b, places], rows[b, int(kept[b]) : int(real[b])])
             others = np.delete(np.asarray(ring[b]), places, axis=0)
             assert np.all(others == 9)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "xla", "triton"])
+def test_some_slots_of_a_memory(backend):
+    """Texts that lie at any slots have the bits of those at the first, and the others stay."""
+    if backend == "cpu" and ON_GPU:
+        pytest.skip("this is a CPU's operation")
+    own, slots = text(9, batch=2), jnp.array([3, 1])
+    whole = jax.tree.map(lambda x: x.astype(x.dtype), empty(5))._replace(base=jnp.full(5, 7))
+
+    def somewhere(memory, block, starts, taken):
+        zeros = jnp.zeros(2, jnp.int32)
+        into = lambda all, x: all.at[slots].set(x)  # noqa: E731
+        given = jax.tree.map(into, whole, memory), jnp.asarray(starts)
+        out, after = call(backend)(*block, *given, zeros + block.q.shape[1], zeros, slots)
+        for x, y in zip(jax.tree.leaves(after), jax.tree.leaves(whole), strict=True):
+            np.testing.assert_array_equal(x[np.array([0, 2, 4])], y[np.array([0, 2, 4])])
+        return out, jax.tree.map(lambda x: x[slots], after)
+
+    want = by_steps(backend, own, 5, seed=2)
+    got = by_steps(backend, own, 5, 2, somewhere)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("tokens", [5, 19])
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_some_slots_of_a_ring(backend, tokens):
+    """A call of so many rows writes them in the kernel, or after it."""
+    D, firsts = 2 * HK * DK + HV * DV, (8, 8 + 2 * HK * DK + HV * DV, 12 + 2 * HK * DK + HV * DV)
+    shapes = (2, tokens, firsts[2] + HV), (5, CHUNK + 3, D), (D, 4), (HV,), (HV,)
+    keys = jax.random.split(jax.random.key(6), 5)
+    fused, ring, *leaves = map(jax.random.normal, keys, shapes)
+    start, slots = jnp.array([1, 37]), jnp.array([4, 0])
+    real, how = jnp.array([tokens, tokens - 2]), {"heads": op.Heads(HK, DK), "firsts": firsts}
+    made = functools.partial(op.next_inputs, backend=backend)
+    if backend == "triton" and not ON_GPU:
+        made = functools.partial(op.triton.next_inputs, interpret=True)
+    want = made(fused, ring[slots], *leaves, Span(start, real, real), **how)
+    got = made(fused, ring, *leaves, Span(start, real, real, slots), **how)
+    for x, y in zip(jax.tree.leaves(got[:2]), jax.tree.leaves(want[:2]), strict=True):
+        np.testing.assert_array_equal(x, y)
+    np.testing.assert_array_equal(got[2], ring.at[slots].set(want[2]))
 
 
 @functools.cache
@@ -259,12 +304,12 @@ def test_a_layers_three_kernels_keep_their_values_in_registers(shape):
 
     def layer(fused, weights, a_log, dt_bias, scale, ring, memory, start):
         real, heads = jnp.full_like(start, T), op.Heads(Hk, dk)
+        span = Span(start, real, 0 * real, jnp.flip(jnp.arange(B)))
         how = {"heads": heads, "firsts": firsts, "backend": "triton"}
-        q, rows, ring = op.next_inputs(fused, ring, weights, a_log, dt_bias, start, real, **how)
-        places = start, real, 0 * real
-        out, state = op.gated_delta(q, rows, memory, *places, backend="triton")
+        q, rows, ring = op.next_inputs(fused, ring, weights, a_log, dt_bias, span, **how)
+        out, state = op.gated_delta(q, rows, memory, span, backend="triton")
         gate, memory = op.Gate(fused, D, scale, 1e-6), memory._replace(state=state)
-        return *op.finish(out, gate, rows, memory, *places, backend="triton"), ring
+        return *op.finish(out, gate, rows, memory, span, backend="triton"), ring
 
     spec = DeltaSpec(num_key_heads=Hk, num_value_heads=Hv, key_dim=dk, value_dim=dv, taps=4)
     cache = jax.eval_shape(lambda: empty_delta(spec, B, jnp.bfloat16))

@@ -16,7 +16,7 @@ from jflash.serving.thread.job import Job
 from jflash.serving.thread.loop import Loop
 from tests.support.attention_checks import ON_GPU
 from tests.support.letters import DIGITS, END, letters_tokenizer
-from tests.support.pairs import one_arithmetic, prompts, random_pair
+from tests.support.pairs import hybrid_pair, one_arithmetic, prompts, random_pair
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="the law of a CPU's operations")
 BATCH, CHUNK, STEPS = 3, 32, 2
@@ -137,9 +137,11 @@ def test_drafts_that_wait_are_those_of_the_newest_step(pair, grammar):
     assert texts[0] == texts[1] and given_up > 3
 
 
-def test_a_text_of_a_grammar_waits_for_a_place_with_its_prompt_computed(pair, grammar):
+@pytest.mark.parametrize("recurrent", [False, True])
+def test_a_text_of_a_grammar_waits_for_a_place_with_its_prompt_computed(pair, grammar, recurrent):
     """A step in which some texts have a grammar has no rows for those that wait, and a text is what
     it is alone, whichever slot and place it has."""
+    pair = hybrid_pair() if recurrent else pair
     ids, ahead = prompts(7, seed=4, high=30), 3
     ways: list[dict[str, Any]] = [dict(grammar=grammar, max_tokens=30), dict(max_tokens=40)]
     requests = [

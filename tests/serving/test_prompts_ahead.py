@@ -22,7 +22,7 @@ from jflash.serving.request import Event, Full, Request, Result
 from jflash.serving.thread.job import Job
 from jflash.serving.thread.loop import Loop
 from tests.support.attention_checks import ON_GPU
-from tests.support.pairs import one_arithmetic, prompts, random_pair
+from tests.support.pairs import hybrid_pair, one_arithmetic, prompts, random_pair
 
 PLACES, AHEAD, STEPS, CHUNK = 2, 3, 2, 32
 GREEDY: dict[str, Any] = dict(kinds=("greedy",), prompts=2)
@@ -90,11 +90,14 @@ def answer(result: Result) -> tuple:
 
 
 @cpu_law
-@pytest.mark.parametrize("windows", [pytest.param(False, marks=pytest.mark.long), True])
-def test_who_waits_steps_in_the_call_in_which_another_has_ended(windows):
+@pytest.mark.parametrize(
+    "kind", [pytest.param("usual", marks=pytest.mark.long), "windows", "recurrent"]
+)
+def test_who_waits_steps_in_the_call_in_which_another_has_ended(kind):
     """The host knows of a stop token one call later, and the device before: the call serves the
     next one in its place. The texts are those of requests that are alone."""
-    pair = one_arithmetic(random_pair(sights=({"window": 24}, {})) if windows else random_pair())
+    made = random_pair(sights=({"window": 24}, {})) if kind == "windows" else random_pair()
+    pair = hybrid_pair() if kind == "recurrent" else one_arithmetic(made)
     drawn: dict[str, Any] = dict(sampling=DRAWN, logprobs=True, presence_penalty=0.5)
     requests = [replace(one, **drawn if i % 3 == 2 else {}) for i, one in enumerate(asked(9, 30))]
     with Engine(pair, max_batch=1, max_context=192, prefill_chunk=CHUNK) as engine:
@@ -102,7 +105,7 @@ def test_who_waits_steps_in_the_call_in_which_another_has_ended(windows):
             [whole] = engine.generate([one])
             requests[i] = replace(one, stop_ids=(whole.token_ids[8 + i],))
         want = [engine.generate([one])[0] for one in requests]
-    pair = replace(pair, models=replace(pair.models, rows=None if windows else AUTO))
+    pair = replace(pair, models=replace(pair.models, rows=None if kind == "windows" else AUTO))
     watched, without = (Watched(pair, requests, ahead=n) for n in (AHEAD, 0))
     for each in (watched, without):
         each.end()

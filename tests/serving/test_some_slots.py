@@ -23,15 +23,19 @@ from jflash.serving.engine import Engine
 from jflash.serving.request import Request, Result
 from jflash.serving.thread import device
 from tests.support.attention_checks import ON_GPU
-from tests.support.pairs import one_arithmetic, prompts, random_pair
+from tests.support.pairs import hybrid_pair, one_arithmetic, prompts, random_pair
 
 BATCH = 4
 cpu_law = pytest.mark.skipif(ON_GPU, reason="the law of a CPU's operations")
 
 
-@pytest.fixture(scope="module", params=["a window", pytest.param("none", marks=pytest.mark.long)])
+@pytest.fixture(
+    scope="module", params=["a window", "a delta net", pytest.param("none", marks=pytest.mark.long)]
+)
 def pair(request):
-    """With a layer that has a window and one that has none, or two without."""
+    """With a layer that has a window or a recurrent state and one that has none, or two without."""
+    if request.param == "a delta net":
+        return hybrid_pair()
     windows = request.param == "a window"
     return one_arithmetic(random_pair(sights=({"window": 24}, {})) if windows else random_pair())
 
@@ -64,7 +68,7 @@ def test_the_numbers_of_slots_that_have_programs(pair):
     """A quarter less at least, or half where rows are chosen, which has programs where they pay."""
     assert slot_counts(pair.models, layout(32)) == (32,)  # a CPU
     assert slot_counts(pair.models, layout(4, (2, 1, 2, 4))) == (1, 2, 4)
-    kernels = Kernels(*["canonical"] * len(XLA))._replace(heads="triton")
+    kernels = Kernels(*["canonical"] * len(XLA))._replace(heads="triton", delta="triton")
     gpu = replace(pair.models, kernels=kernels)
     counts = {batch: slot_counts(gpu, layout(batch)) for batch in (1, 2, 4, 6, 8, 9, 32, 48)}
     assert counts == {

@@ -1,6 +1,7 @@
 """Prefixes of hybrids: copies of recurrent states at borders of pages, few of them, bit for bit."""
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -91,8 +92,8 @@ def test_which_copies_stay():
     assert States(0).longest([b"a"], len) == 0
 
 
-def loop_of(pair: Pair, states: int = 4, burst: int = 4) -> Loop:
-    layout = Layout(Shape.of(BATCH, CONTEXT, 16, CHUNK), PAGES, STEPS, ("drawn",), states)
+def loop_of(pair: Pair, states: int = 4, burst: int = 4, **more: Any) -> Loop:
+    layout = Layout(Shape.of(BATCH, CONTEXT, 16, CHUNK), PAGES, STEPS, ("drawn",), states, **more)
     return Loop(pair.models, pair.params, layout, b"", burst)
 
 

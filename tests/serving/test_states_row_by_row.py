@@ -1,4 +1,5 @@
-"""The engine and a delta net by a GPU's kernels, interpreted: its state lies anywhere in a text.
+"""The engine and a delta net by a GPU's kernels, interpreted: its state lies anywhere in a text,
+and in any slot of a call.
 
 The backends of a CPU keep it at multiples of 16, so nothing else here sees a base that a slot's
 next block begins at: of a slot that idles, that was preempted, or that began with a copy.
@@ -40,7 +41,7 @@ def interpreted(monkeypatch):
 
 def test_texts_beside_others_after_hits_and_after_preemption_are_those_alone(pair):
     [first, other] = pairs.prompts(2, seed=4, low=100, high=120)
-    alone, loop = loop_of(pair), loop_of(pair)
+    alone, loop = loop_of(pair), loop_of(pair, counts=(1,), ahead=1)
     requests = [asked(first, 40), asked(other, 25, speculate=False), asked([*first, 5, 6], 30)]
     want = [told(alone, replace(each, cache_salt=str(i)))[0][1] for i, each in enumerate(requests)]
     assert all(len(set(text.token_ids)) > 5 for text in want)

@@ -60,12 +60,13 @@ def _settled(cache: DeltaCache, start: int) -> np.ndarray:
     memory = jax.tree.map(lambda x: x[1:], cache.memory)
     none = jax.tree.map(lambda x: jnp.zeros((1, 1, *x.shape[2:])), memory.rows)
     zero = jnp.zeros(1, jnp.int32)
+    span = gated_delta.Span(zero + start, zero, zero)
     out, state = jax.jit(gated_delta.gated_delta, static_argnames="backend")(
-        none.k, none, memory, zero + start, zero, zero, backend="cpu"
+        none.k, none, memory, span, backend="cpu"
     )
     gate = gated_delta.Gate(out.reshape(1, 1, -1), 0, out[0, 0, 0], 1e-6)
     memory = memory._replace(state=state)
-    _, memory = gated_delta.finish(out, gate, none, memory, zero + start, zero, zero, backend="cpu")
+    _, memory = gated_delta.finish(out, gate, none, memory, span, backend="cpu")
     assert int(memory.base[0]) == start // gated_delta.CHUNK * gated_delta.CHUNK
     return np.asarray(memory.state[0])
 

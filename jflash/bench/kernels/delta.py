@@ -69,11 +69,11 @@ def bytes_of(shape: DeltaShape) -> int:
 def _step(ahead: int, q: Array, rows: op.Rows, memory: op.Memory, backend: str):
     """A block of which any row may be rolled back, from the rule to its normed outputs."""
     real = jnp.full_like(memory.base, q.shape[1])
-    places = memory.base + ahead, real, jnp.zeros_like(real)
-    out, state = op.gated_delta(q, rows, memory, *places, backend=backend)
+    span = op.Span(memory.base + ahead, real, jnp.zeros_like(real))
+    out, state = op.gated_delta(q, rows, memory, span, backend=backend)
     Hv, dv = out.shape[2:]
     gate = op.Gate(jnp.ones((*q.shape[:2], Hv * dv)), 0, jnp.ones(dv), 1e-6)
-    return op.finish(out, gate, rows, memory._replace(state=state), *places, backend=backend)
+    return op.finish(out, gate, rows, memory._replace(state=state), span, backend=backend)
 
 
 def _memory(shape: DeltaShape, seed: int) -> op.Memory:

@@ -75,10 +75,9 @@ def settled(models: Models, layout: Layout) -> Layout:
 
 def takes_some(models: Models) -> bool:
     """Whether calls that step some of the slots pay, and change no text. On a CPU programs take
-    long to compile, several GPUs were not timed, and a recurrent layer's state is no row of a
-    sequence."""
+    long to compile, and several GPUs were not timed."""
     one_gpu = models.kernels.attention == "canonical" and models.mesh is None
-    return one_gpu and refusal_of_prompts(models) is None
+    return one_gpu and refusal_of_some(models) is None
 
 
 def pass_sizes(models: Models, shape: Shape) -> tuple[int, ...]:
@@ -188,10 +187,15 @@ def pass_rows(models: Models, layout: Layout) -> int:
     return max(layout.shape.chunk, *several, 0)
 
 
+def refusal_of_some(models: Models) -> str | None:
+    """Why all slots step together, if they must."""
+    return None if models.one_arithmetic else "a prompt's bits may depend on the others"
+
+
 def refusal_of_prompts(models: Models) -> str | None:
     """Why a pass computes one prompt alone, if it must."""
-    if not models.one_arithmetic:
-        return "a prompt's bits may depend on the others"
+    if refusal := refusal_of_some(models):
+        return refusal
     if any(config.deltas for config in models.configs):
         return "recurrent layers take one prompt at a time"
     return None

@@ -96,7 +96,8 @@ def run(
     # The loop's graphs read a number of the program's own: the argument's address is another one in
     # each call, and would be written into every layer's node again.
     table = jnp.maximum(table, 0)
-    state = with_table(state._replace(sequences=s._replace(done=s.done | ~live)), table)
+    state = state._replace(sequences=s._replace(done=s.done | ~live))
+    state = with_table(state, table, None if all_step else who)
     state = lax.fori_loop(0, steps, lambda _, x: speculative_step(models, params, x), state)
     report = report_of(s, state, who, width, steps)
     after = state.sequences._replace(done=jnp.where(live, state.sequences.done, s.done))

@@ -13,7 +13,7 @@ from jaxtyping import Array, Int
 from jflash.compiled.shape import chunk_sizes, empty_sequences
 from jflash.devices.mesh import EVERYWHERE, local, shared, specs
 from jflash.devices.places import landing_places, place_specs
-from jflash.layers.cache import LayerCache, PagedCache, RingCache, WindowCache
+from jflash.layers.cache import DeltaCache, LayerCache, PagedCache, RingCache, WindowCache
 from jflash.pair import Models
 from jflash.rows import empty_survey
 from jflash.serving.calls.layout import Layout, settled
@@ -113,8 +113,11 @@ def table_columns(models: Models, layout: Layout) -> int:
     return layout.columns * (1 if sliding(models, layout) is None else 2)
 
 
-def with_table(state: State, table: Int[Array, "B _"] | None) -> State:
-    """The state with its table of pages in every layer that has pages."""
+def with_table(
+    state: State, table: Int[Array, "B _"] | None, slots: Int[Array, " B"] | None = None
+) -> State:
+    """The state with its table of pages in every layer that has pages, and in recurrent layers the
+    slots of its rows, if these are not all slots in their order."""
     layers = (*state.target_cache, *state.drafter_cache)
     full = window = table
     if table is not None and any(isinstance(layer, WindowCache) for layer in layers):
@@ -123,6 +126,8 @@ def with_table(state: State, table: Int[Array, "B _"] | None) -> State:
     def one(layer):
         if isinstance(layer, WindowCache):
             return layer._replace(table=window)
+        if isinstance(layer, DeltaCache):
+            return layer._replace(slots=slots)
         return layer._replace(table=full) if isinstance(layer, PagedCache) else layer
 
     caches = {name: tuple(map(one, getattr(state, name))) for name in CACHES}
