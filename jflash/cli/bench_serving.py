@@ -61,7 +61,7 @@ def of_shape(
     chunk = args.prefill_chunk or engine_chunk(pair.models, LARGE_CHUNK)
     yield from measured(
         pair, [case._replace(chunk=chunk) for case in cases], wait,
-        requests=args.requests, repeats=args.repeats, probes=args.probes,
+        requests=args.requests, texts=args.texts, repeats=args.repeats, probes=args.probes,
         between=args.prefill_between or PREFILL_BETWEEN,
     )  # fmt: skip
 
@@ -139,6 +139,8 @@ def record(args: Options) -> dict[str, Any]:
 
 def row_text(row: dict[str, Any]) -> str:
     name = f"{row['what']}, batch {row['batch']}, {row['steps_per_call']} steps a call"
+    if row["what"] == "few texts":
+        name += f", {row['requests']} at once"
     if row["what"] == "long prompt":
         alone, beside = (row[key]["most_ms"] for key in ("alone", "beside"))
         return (

@@ -28,6 +28,7 @@ STALL = 50  # ms that a long prompt keeps a text waiting
 STREAM = 16  # requests for each of several slots, of which the first and last weigh little
 KINDS = (
     "forced",
+    "few texts",
     "questions",
     "questions over HTTP",
     "beside a form",
@@ -53,7 +54,8 @@ def place(measured: tuple[dict[str, Any], dict[str, Any]]) -> tuple[Any, ...]:
     models = case.get("shape", ""), case.get("target", ""), case.get("drafter_dtype", "")
     slots = row["batch"]
     long = row["what"] == "forced" and slots > 1 and row["requests"] >= STREAM * slots
-    return models, KINDS.index(row["what"]), row["rows"] or "", slots, long
+    few = row["requests"] if row["what"] == "few texts" else 0
+    return models, KINDS.index(row["what"]), row["rows"] or "", slots, few, long
 
 
 def lines_of(
@@ -77,6 +79,10 @@ def lines_of(
         text = f"{row['tokens_per_second']:,.0f} ({percent(row['share'])})"
         what = f"the same over HTTP, {row['clients']} clients, share of the engine's"
         return [[what, batch, f"≥ {100 * SHARE:.0f} %", "", text, busy]]
+    if row["what"] == "few texts":
+        how = "" if row["rows"] is None else ", rows chosen"
+        what = f"{case['shape']}, {row['tau']:.2f} tokens a step{how}, {row['requests']} at once"
+        return [[what, f"{batch} slots", "", "", f"{row['tokens_per_second']:,.0f}", busy]]
     kind = row["what"], row["rows"]
     goal, other = GOALS.get(kind, {}).get(batch), vllms(theirs, row, batch)
     dtype = f", drafter in {case['drafter_dtype']}" if "drafter_dtype" in case else ""

@@ -42,12 +42,14 @@ def test_rows_of_the_table(file, tmp_path, monkeypatch, capsys):
     kept = tmp_path / "result.json"
     argv = ["--shape", "tiny", "--replay", str(file), "--batch", "2", "--repeats", "1"]
     argv += ["--in-turn", str(tmp_path / "turn"), "--drafter-dtype", "float8", "--requests", "1,4"]
+    argv += ["--texts", "1"]
     assert main.run("bench-serving", [*argv, "--dtype", "float32", "--json", str(kept)]) == 0
     result = json.loads(kept.read_text())
     assert result["drafter_dtype"] == "float8"
-    row, longer = result["serving"]
+    row, longer, few = result["serving"]
     assert (row["requests"], row["new_tokens"]) == (2, 2 * new)
     assert (longer["requests"], longer["new_tokens"]) == (8, 8 * new)
+    assert (few["requests"], few["new_tokens"], few["live"]) == (1, new, 1)
     between = longer["steady"]  # from the second text's end to about the sixth's
     assert "steady" not in row and 2 * new < between["new_tokens"] < 7 * new
     assert 0 < between["seconds"] < longer["seconds"] and 1 < between["live"] <= 2
@@ -218,6 +220,7 @@ def test_a_file_that_is_no_recording_is_refused(text, tmp_path, capsys):
         ("--shape tiny --replay r --questions 3", "--questions without --target"),
         ("--shape tiny --replay r --probes 3", "--probes without --first-token"),
         ("--target t --drafter d --gsm8k g --requests 2", "--requests without --shape"),
+        ("--shape tiny --replay r --batch 2 --texts 1,2", "--texts 2: no --batch or --auto-batch"),
         ("--target t --drafter d --gsm8k g --tau 3", "--tau without --record"),
         ("--target t --drafter d --gsm8k g --record r --clients 2", "--clients with --record"),
     ],

@@ -67,7 +67,8 @@ def of_rows() -> list[Result]:
     first = {"what": "first token", "rows": None, "batch": 8, "running": 7}
     first |= {"empty": {"p50_ms": 20.0}, "known": {"p50_ms": 5.0}, "beside": {"p50_ms": 50.0}}
     long = {"what": "long prompt", "rows": None, "batch": 9, "texts": 8, "prompt_tokens": 32000}
-    timed_8b = [long | {"stall_ms": 45.0}, first, forced | {"rows": "auto"}, forced]
+    few = forced | {"what": "few texts", "rows": "auto", "requests": 3, "tokens_per_second": 987.6}
+    timed_8b = [long | {"stall_ms": 45.0}, first, few, forced | {"rows": "auto"}, forced]
     return [
         Result(
             "a.json", where | {"shape": "qwen9", "serving": [first | {"empty": {"p50_ms": 9.0}}]}
@@ -253,6 +254,7 @@ def test_every_table_shows_its_numbers(results):
             "| 900 (45.0 %) | 75.0 % |",
             "| qwen9, 6.00 tokens a step, 32 requests | 8 | 5,600 | 70 | 4,321 | 50.0 % |\n"
             "| the same, rows chosen | 8 |  |  | 4,321 | 50.0 % |\n"
+            "| qwen9, 6.00 tokens a step, rows chosen, 3 at once | 8 slots |  |  | 988 | 50.0 % |\n"
             "| first token, empty | 8 | ≤ 25 ms |  | 20.0 ms |  |\n"
             "| first token, 7 running | 8 | ≤ 60 ms |  | 50.0 ms |  |",
             "| the longest stall of 8 texts beside a prompt of 32,000 tokens | 9 | ≤ 50 ms |  "

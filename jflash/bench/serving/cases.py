@@ -121,13 +121,15 @@ def measured(
     wait: Callable[[], None],
     *,
     requests: Sequence[int],
+    texts: Sequence[int],
     repeats: int,
     probes: int,
     between: int,
 ) -> Iterator[dict[str, Any]]:
     """A row for each case; all are compiled before `wait` is called, and timed after it.
 
-    There is a burst of each of `requests` for each slot. Between two calls of steps at most
+    There is a burst of each of `requests` for each slot, and one of each of `texts` in all where
+    there are more slots. Between two calls of steps at most
     `between` tokens of prompts are computed.
     """
     pairs = [replace(pair, models=replace(pair.models, rows=case.rows)) for case in cases]
@@ -147,20 +149,24 @@ def measured(
                 )
                 continue
             for each in requests if case.burst else ():
-                found = forced(engine, case.slots, each, prompts, repeats)
+                found = forced(engine, case.slots, each * case.slots, prompts, repeats)
                 yield {"what": "forced"} | row | found
+            for count in texts if case.burst else ():
+                if count < case.slots:
+                    found = forced(engine, case.slots, count, prompts, repeats)
+                    yield {"what": "few texts"} | row | found
             if case.first:
                 found = waited_for(engine, case.slots, prompts, probes)
                 yield {"what": "first token"} | row | found
 
 
 def forced(
-    engine: Engine, slots: int, each: int, prompts: RandomPrompts, repeats: int
+    engine: Engine, slots: int, count: int, prompts: RandomPrompts, repeats: int
 ) -> dict[str, Any]:
-    """`each` requests a slot, which come at once: from their prompts to their last tokens."""
+    """`count` requests, which come at once: from their prompts to their last tokens."""
 
     def once(new: int) -> dict[str, Any]:
-        fresh = prompts.take(each * slots)
+        fresh = prompts.take(count)
         return burst(engine, [Request(prompt_ids=ids, max_tokens=new) for ids in fresh], slots)
 
     once(2 * engine.pair.models.block_size)  # warms up

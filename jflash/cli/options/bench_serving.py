@@ -17,7 +17,7 @@ KEPT = "kept there case by case, so that a run cut off keeps its cases"
 SHORTEST = 1024  # tokens of a long prompt
 TAU = 6.05  # tokens a step; that of the numbers to compare with
 OF_PAIR = {"drafter": None, "gsm8k": None, "questions": 256, "max_new_tokens": 512}
-OF_SHAPE = {"replay": None, "requests": (1,)}
+OF_SHAPE = {"replay": None, "requests": (1,), "texts": ()}
 NOT_RECORDED = {"clients": None, "beside_form": (), "steps_per_call": None, "repeats": 3}
 
 
@@ -52,6 +52,8 @@ def declare(parser: Parser) -> None:
         metavar="4,16",
         help="of a shape, for each slot, in bursts of each number: default 1",
     )
+    few = "of a shape, so many at once too, in engines of more slots"
+    add("--texts", type=counts, default=(), metavar="1,4", help=few)
     add(
         "--prefill-chunk",
         type=int,
@@ -88,6 +90,9 @@ def check(args: Options) -> None:
         refuse(batch > args.questions, f"{named}: there are {args.questions} --questions")
     for name in ("first_token", "long_prompt", "prefill_chunk", "prefill_between"):
         refuse(real and getattr(args, name), f"{option_name(name)} without --shape")
+    slots = max((*args.batch, *args.auto_batch), default=0)
+    for count in args.texts:
+        refuse(count >= slots, f"--texts {count}: no --batch or --auto-batch of more slots")
     if not real:
         places = min(config.max_position_embeddings for config in model_shape(args.shape))
         for tokens in args.long_prompt:
