@@ -71,9 +71,9 @@ def of_rows() -> list[Result]:
     timed_8b = [long | {"stall_ms": 45.0}, first, few, forced | {"rows": "auto"}, forced]
     return [
         Result(
-            "a.json", where | {"shape": "qwen9", "serving": [first | {"empty": {"p50_ms": 9.0}}]}
+            "a.json", where | {"shape": "qwen3-8b", "serving": [first | {"empty": {"p50_ms": 9.0}}]}
         ),
-        Result("a8b.json", where | {"shape": "qwen9", "serving": timed_8b}),  # the last file's
+        Result("a8b.json", where | {"shape": "qwen3-8b", "serving": timed_8b}),  # the last file's
         Result("serving.json", where | {"target": "m", "serving": [beside, served]}),
         Result("rows.json", where | {"target": "m.gguf", "runs": [timed, *runs]}),
         Result("steps.json", where | {"shape": "qwen9", "runs": [timed]}),
@@ -252,9 +252,10 @@ def test_every_table_shows_its_numbers(results):
             "| the same, rows chosen | 1 |  |  | 1,235 | 98.5 % |\n"
             "| 7 texts beside one in a form, share of those beside a plain one | 8 |  |  "
             "| 900 (45.0 %) | 75.0 % |",
-            "| qwen9, 6.00 tokens a step, 32 requests | 8 | 5,600 | 70 | 4,321 | 50.0 % |\n"
+            "| qwen3-8b, 6.00 tokens a step, 32 requests | 8 | 5,600 | 70 | 4,321 | 50.0 % |\n"
             "| the same, rows chosen | 8 |  |  | 4,321 | 50.0 % |\n"
-            "| qwen9, 6.00 tokens a step, rows chosen, 3 at once | 8 slots |  |  | 988 | 50.0 % |\n"
+            "| qwen3-8b, 6.00 tokens a step, rows chosen, 3 at once | 8 slots |  |  | 988 "
+            "| 50.0 % |\n"
             "| first token, empty | 8 | ≤ 25 ms |  | 20.0 ms |  |\n"
             "| first token, 7 running | 8 | ≤ 60 ms |  | 50.0 ms |  |",
             "| the longest stall of 8 texts beside a prompt of 32,000 tokens | 9 | ≤ 50 ms |  "
