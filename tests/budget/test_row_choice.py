@@ -26,7 +26,7 @@ from jflash.models.decoder import Target
 from jflash.records.kernels import AUTO, XLA
 from jflash.records.specs import MoeSpec
 from jflash.rows import Survey, by_place, empty_survey, packed, pick_rows, survivals
-from jflash.serving.calls.programs import of_all_kinds
+from jflash.serving.calls.steps import of_all_kinds
 from tests.step.test_rows import pair_of
 from tests.support.attention_checks import ON_GPU
 from tests.support.pairs import prompts

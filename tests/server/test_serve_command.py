@@ -20,9 +20,9 @@ from jflash.server.run import listen, open_to_clients, url_of
 from jflash.serving.calls.constrained import decide, kept_bytes, look, undrafted
 from jflash.serving.calls.layout import Layout, settled, steps_of_call
 from jflash.serving.calls.packing import mask_words
-from jflash.serving.calls.programs import of_all_kinds
 from jflash.serving.calls.slots import empty_state
 from jflash.serving.calls.some_slots import places
+from jflash.serving.calls.steps import of_all_kinds
 from jflash.serving.paging.room import needed
 from jflash.system.embedded import EMBEDDED_PAIR
 from pallas_kernels.block_attention import PAGE

@@ -17,7 +17,7 @@ from jflash.proof.under_load import DRAWN, Load
 from jflash.records.decoding import GREEDY, Decoding
 from jflash.records.kernels import AUTO
 from jflash.serving.calls import layout as layouts
-from jflash.serving.calls import programs
+from jflash.serving.calls import first_runs, steps
 from jflash.serving.calls.layout import KINDS, Kind, Layout, Several
 from jflash.serving.engine import STALL, Engine
 from jflash.serving.handle import Handle, result_of
@@ -406,7 +406,7 @@ def test_a_first_token_keeps_the_next_call_under_way(pair):
 def test_drawn_texts_take_whole_blocks(pair):
     """Where greedy ones would share five rows; or as many as pay, whose programs are the pair's."""
     models = replace(pair.models, rows=AUTO)
-    assert programs.of_all_kinds(models, BATCH) == programs.of_all_kinds(pair.models, BATCH)
+    assert steps.of_all_kinds(models, BATCH) == steps.of_all_kinds(pair.models, BATCH)
     request = Request(prompt_ids=prompts(1, seed=6)[0], max_tokens=20, sampling=DRAWN, seed=0)
     [want] = alone(pair, [request])
     few = replace(pair, models=replace(pair.models, rows=5))
@@ -425,7 +425,7 @@ def test_rows_are_timed_over_different_texts(pair):
         texts.append(np.asarray(state.sequences.tokens))
         return state, 0
 
-    assert programs._times(pair.models, pair.params, layout, {2: step}, 2)[2].ms > 0
+    assert first_runs._times(pair.models, pair.params, layout, {2: step}, 2)[2].ms > 0
     assert len(np.unique(texts[0])) > 10
 
 

@@ -12,10 +12,10 @@ import pytest
 from jflash.compiled.shape import Shape
 from jflash.generate import Pair
 from jflash.pair import Models
-from jflash.serving.calls import programs
+from jflash.serving.calls import programs, steps
 from jflash.serving.calls.layout import Layout
 from jflash.serving.calls.packing import Report
-from jflash.serving.calls.programs import for_host
+from jflash.serving.calls.steps import for_host
 from tests.support.pairs import random_pair
 
 
@@ -65,7 +65,7 @@ def test_of_each_program_whose_results_the_host_reads(pair, monkeypatch):
     layout = Layout(Shape.of(2, 256, 16, 128), 8, 2)
     found = programs.compile_programs(of_one_gpu(pair.models), pair.params, layout)
     into = {
-        name: {function.func is programs._into_host for function in each.values()}
+        name: {function.func is steps._into_host for function in each.values()}
         for name, each in found._asdict().items()
     }
     read = "whole", "first", "greedy", "drawn"

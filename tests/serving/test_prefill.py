@@ -29,8 +29,8 @@ from jflash.serving.calls.packing import (
     row_of,
     row_size,
 )
-from jflash.serving.calls.programs import of_all_kinds
 from jflash.serving.calls.slots import empty_state, table_columns
+from jflash.serving.calls.steps import of_all_kinds
 from jflash.serving.request import Request
 from jflash.speculative import apply
 from tests.support.attention_checks import ON_GPU

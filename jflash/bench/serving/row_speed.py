@@ -31,8 +31,9 @@ from jflash.pair import Models, Params
 from jflash.records.decoding import Decoding
 from jflash.records.kernels import AUTO
 from jflash.serving.batch import Job, layout_for
+from jflash.serving.calls.first_runs import choosing
 from jflash.serving.calls.layout import Layout, steps_of_call
-from jflash.serving.calls.programs import choosing, compile_programs, forget
+from jflash.serving.calls.programs import compile_programs, forget
 from jflash.serving.collection import only_of_new_objects
 from jflash.serving.engine import Engine
 from jflash.serving.request import Request

@@ -16,8 +16,8 @@ from jflash.compiled.shape import Shape
 from jflash.devices.mesh import EVERYWHERE, local, param_specs, spread
 from jflash.pair import Models, Params
 from jflash.serving.calls.layout import Layout
-from jflash.serving.calls.programs import DRAWN
 from jflash.serving.calls.slots import empty_state, sliding, state_specs, with_table
+from jflash.serving.calls.steps import DRAWN
 from jflash.state import State
 from pallas_kernels.block_attention import PAGE
 

@@ -20,9 +20,9 @@ from jflash.memory import FLOAT32, tree_bytes
 from jflash.pair import Models, Params
 from jflash.serving.calls.layout import Layout, settled
 from jflash.serving.calls.packing import Report, mask_words, report_of
-from jflash.serving.calls.programs import of_all_kinds
 from jflash.serving.calls.slots import empty_state, state_specs, table_columns, with_table
 from jflash.serving.calls.some_slots import putting, slots_of, taken
+from jflash.serving.calls.steps import of_all_kinds
 from jflash.speculative import Seen, commit, draft, judge
 from jflash.speculative import look as verify_rows
 from jflash.state import State

@@ -12,9 +12,10 @@ from jflash.budget.rounds import Round
 from jflash.budget.row_choice import ChosenRows
 from jflash.pair import Models, Params
 from jflash.records.kernels import AUTO
+from jflash.serving.calls.first_runs import choosing
 from jflash.serving.calls.layout import Layout
 from jflash.serving.calls.packing import Report, surveyed
-from jflash.serving.calls.programs import Programs, choosing
+from jflash.serving.calls.programs import Programs
 from jflash.serving.calls.some_slots import Stepping
 
 

@@ -14,9 +14,10 @@ import jax
 import numpy as np
 
 from jflash.pair import Models, Params
+from jflash.serving.calls.first_runs import run_once
 from jflash.serving.calls.layout import Layout
 from jflash.serving.calls.packing import Report
-from jflash.serving.calls.programs import Programs, compile_programs, run_once
+from jflash.serving.calls.programs import Programs, compile_programs
 from jflash.serving.calls.slots import empty_state
 from jflash.serving.calls.some_slots import Stepping, slot_counts
 from jflash.serving.calls.step_programs import StepPrograms
