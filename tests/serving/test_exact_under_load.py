@@ -16,8 +16,8 @@ from jflash.proof import forms, under_load
 from jflash.proof.under_load import DRAWN, Load
 from jflash.records.decoding import GREEDY, Decoding
 from jflash.records.kernels import AUTO
-from jflash.serving.calls import layout as layouts
 from jflash.serving.calls import first_runs, steps
+from jflash.serving.calls import layout as layouts
 from jflash.serving.calls.layout import KINDS, Kind, Layout, Several
 from jflash.serving.engine import STALL, Engine
 from jflash.serving.handle import Handle, result_of
