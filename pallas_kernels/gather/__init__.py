@@ -20,7 +20,7 @@ from pallas_kernels.choice import device_refusal
 from pallas_kernels.gather import normed, push, xla
 from pallas_kernels.gather.push import Places as Places
 from pallas_kernels.gather.push import empty_places as empty_places
-from pallas_kernels.matmul.add import Unsummed, summed
+from pallas_kernels.unsummed import Unsummed, summed
 
 BACKENDS = {"push": push, "xla": xla}  # the better first
 

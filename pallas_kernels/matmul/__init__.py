@@ -51,11 +51,11 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.choice import backend_of, device_refusal
 from pallas_kernels.halves import Firsts
 from pallas_kernels.matmul import canonical, cpu, float8, reference, xla
-from pallas_kernels.matmul.add import Unsummed
-from pallas_kernels.matmul.add import summed as summed
 from pallas_kernels.matmul.float8.rounded import Rounded
 from pallas_kernels.matmul.kept.fragments import Fragments
 from pallas_kernels.matmul.kept.quantised import Quantised, dequantised_for
+from pallas_kernels.unsummed import Unsummed
+from pallas_kernels.unsummed import summed as summed
 
 BACKENDS = {"canonical": canonical, "cpu": cpu, "xla": xla, "reference": reference}
 

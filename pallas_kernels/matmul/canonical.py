@@ -18,7 +18,6 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.halves import Firsts
 from pallas_kernels.matmul import few_columns, few_rows, mosaic_gpu, wide_mosaic
-from pallas_kernels.matmul.add import Unsummed, summed
 from pallas_kernels.matmul.few_columns import FewColumns
 from pallas_kernels.matmul.few_rows import Tile
 from pallas_kernels.matmul.kept import alone as kept_alone
@@ -29,6 +28,7 @@ from pallas_kernels.matmul.pieces import pieces
 from pallas_kernels.matmul.tiles import AnyTile, Product, by_rule, few_rows_tile, tile_for
 from pallas_kernels.matmul.tuning import HEADS, LEAST_SWIZZLE, Tuning
 from pallas_kernels.matmul.wide_mosaic import Wide
+from pallas_kernels.unsummed import Unsummed, summed
 
 SUMS = ("matmul", "residual", "pieces")  # whose K may be cut
 

@@ -18,9 +18,9 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.choice import backend_of, device_refusal
 from pallas_kernels.grouped_matmul.sums import Weighed, weighed_sum
-from pallas_kernels.matmul.add import Unsummed, summed
 from pallas_kernels.rms_norm import canonical, cpu, reference
 from pallas_kernels.rms_norm.after_experts import after_experts
+from pallas_kernels.unsummed import Unsummed, summed
 
 BACKENDS = {"canonical": canonical, "cpu": cpu, "xla": reference, "reference": reference}
 

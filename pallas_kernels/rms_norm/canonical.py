@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.in_pairs import sum_in_pairs
-from pallas_kernels.matmul.add import Unsummed
+from pallas_kernels.unsummed import Unsummed
 
 
 def rms_norm(x, scale, eps, *, interpret=False):

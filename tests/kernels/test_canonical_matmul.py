@@ -25,13 +25,13 @@ from pallas_kernels.matmul import (
     mosaic_gpu,
     reference,
 )
-from pallas_kernels.matmul.add import add_pieces
 from pallas_kernels.matmul.few_rows import Tile
 from pallas_kernels.matmul.pieces import STEP, pieces
 from pallas_kernels.matmul.tiles import Product, by_rule
 from pallas_kernels.matmul.tuning import ONE_TURN, SMS, Tuning, canonical_tuning, make_plan
 from pallas_kernels.matmul.wide_mosaic import Wide
 from pallas_kernels.shapes import MATMUL
+from pallas_kernels.unsummed import add_pieces
 from tests.support.attention_checks import ON_GPU
 from tests.support.row_checks import draw
 

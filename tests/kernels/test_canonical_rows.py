@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels.in_pairs import sum_in_pairs
-from pallas_kernels.matmul.add import Unsummed, add_pieces, summed
 from pallas_kernels.matmul.canonical import plus
 from pallas_kernels.rms_norm import canonical, reference
+from pallas_kernels.unsummed import Unsummed, add_pieces, summed
 from tests.support.attention_checks import ON_GPU
 
 HOW = {"interpret": not ON_GPU}

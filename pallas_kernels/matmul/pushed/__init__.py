@@ -21,7 +21,6 @@ from jaxtyping import Array, Float
 from pallas_kernels.gather import Places
 from pallas_kernels.gather.blocks import Blocks, Receiver, Sender, Turn
 from pallas_kernels.halves import Firsts
-from pallas_kernels.matmul.add import Unsummed
 from pallas_kernels.matmul.mosaic_kernel import (
     PRODUCER_REGISTERS,
     consume_tiles,
@@ -35,6 +34,7 @@ from pallas_kernels.matmul.pieces import pieces
 from pallas_kernels.matmul.pushed.plan import Plans, part, plans
 from pallas_kernels.matmul.pushed.tiles import Held, InParts
 from pallas_kernels.matmul.tuning import WARPGROUP_ROWS, Plan
+from pallas_kernels.unsummed import Unsummed
 
 CONSUMER, PRODUCER, STORER = range(3)  # warpgroups
 CONSUMER_REGISTERS = 240

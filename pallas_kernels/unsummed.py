@@ -1,4 +1,4 @@
-"""Adds the pieces of a product, and a residual, in Pallas-Triton: entry by entry, ascending.
+"""What a product leaves unsummed, and a Pallas-Triton kernel that adds it: by entry, ascending.
 
 Where a norm follows, `rms_norm.after` does both in one kernel.
 
