@@ -52,8 +52,12 @@ def _noise(leaf: jax.Array) -> jax.Array:
     """Normal numbers in its place and memory."""
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
         return leaf
-    make = lambda x: jax.random.normal(jax.random.key(1), x.shape, x.dtype)  # noqa: E731
-    return jax.jit(make, donate_argnums=0, out_shardings=leaf.sharding)(leaf)
+    # Of one function, so that leaves of one shape share a program: there are two a layer.
+    return jax.jit(_normal, donate_argnums=0, out_shardings=leaf.sharding)(leaf)
+
+
+def _normal(x: jax.Array) -> jax.Array:
+    return jax.random.normal(jax.random.key(1), x.shape, x.dtype)
 
 
 def timed(

@@ -20,7 +20,7 @@ from jflash.budget.row_choice import (
     with_rows,
 )
 from jflash.budget.row_times import kept_times
-from jflash.compiled.shape import Shape
+from jflash.compiled.shape import Shape, new_state
 from jflash.generate import generate, models_for
 from jflash.models.decoder import Target
 from jflash.records.kernels import AUTO, XLA
@@ -260,3 +260,13 @@ def test_times_are_measured_once_and_kept(monkeypatch, tmp_path):
     file.write_text("half a fi")
     monkeypatch.setattr(row_times, "_TIMES", {})
     assert kept_times(models, shape, (2, 16), measure, tmp_path) == times and len(counts) == 2
+
+
+def test_noise_for_one_shape_is_compiled_once(compilations):
+    """Each number of slots fills caches before it is timed, and each layer has two leaves."""
+    models, shape = pair_of().models, Shape.of(5, 320)
+    for expected in (True, False):
+        state = jax.block_until_ready(new_state(models, shape))
+        compilations.clear()
+        row_times.with_texts(models, state)
+        assert bool(compilations) is expected
