@@ -31,7 +31,7 @@ from jflash.system.files import UTF_8
 from pallas_kernels.block_attention import PAGE
 
 if TYPE_CHECKING:
-    from jflash.server.service import Settings
+    from jflash.server.settings import Settings
 
 COMPILED = "/jax/core/compile/backend_compile_duration"  # the event of jax.monitoring
 FAILED = 1  # exit code of a server whose device failed
@@ -70,7 +70,7 @@ class Loaded(NamedTuple):
 
 def loaded(options: argparse.Namespace) -> Loaded:
     """Loads and compiles the pair; ValueError, before a weight is read, for what does not fit."""
-    from jflash.server.service import Settings
+    from jflash.server.settings import Settings
 
     files = configured(options, batch=options.max_batch)
     files = with_sampling(files, [Decoding()], options.draft_rule)

@@ -26,7 +26,8 @@ from jflash.server.conversation import prompt_text
 from jflash.server.errors import ApiError, invalid, json_response
 from jflash.server.protocol import Detokenize, Tokenize, read
 from jflash.server.responses import responses
-from jflash.server.service import Service, thinking
+from jflash.server.service import Service
+from jflash.server.thinking import thinking
 from jflash.server.tools import wanted
 from jflash.server.wire import ClientGone, body_of
 

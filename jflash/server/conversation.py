@@ -14,7 +14,8 @@ from jflash.server.forms import Form
 from jflash.server.harmony import AnalysisTokens, Channels
 from jflash.server.protocol import Message, Part
 from jflash.server.reasoning import Reasoning, ThoughtTokens, opened
-from jflash.server.service import Service, thinks
+from jflash.server.service import Service
+from jflash.server.thinking import thinks
 from jflash.server.tools import Parts, Tools, forced
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}

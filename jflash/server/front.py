@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing import Pipe
 
 from jflash.server.run import open_to_clients
-from jflash.server.service import Settings
+from jflash.server.settings import Settings
 from jflash.server.start import Rules, Start
 from jflash.serving.engine import Engine
 from jflash.serving.grammar import Grammars

@@ -29,7 +29,8 @@ from jflash.server.protocol import Responses, read
 from jflash.server.reasoning import ThoughtTokens
 from jflash.server.requests import requests_of
 from jflash.server.response_items import Output
-from jflash.server.service import Service, thinking, thinks
+from jflash.server.service import Service
+from jflash.server.thinking import thinking, thinks
 from jflash.server.tools import narrowed, wanted
 from jflash.server.wire import Events, body_of, while_there
 from jflash.serving.handle import Handle

@@ -1,22 +1,21 @@
-"""The state that a server's requests share, and whether a model thinks before it answers."""
+"""The state that a server's requests share: an engine, and what is under way in it."""
 
 import asyncio
 import functools
-import inspect
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from jflash.io.foreign import one_line
 from jflash.io.harmony import CHANNEL, FINAL, MESSAGE
-from jflash.io.text import decode, token_ids
-from jflash.records.decoding import Sampling
+from jflash.io.text import token_ids
 from jflash.server import tools
 from jflash.server.about import About
 from jflash.server.errors import ApiError, invalid, unsupported
 from jflash.server.forms import Form
 from jflash.server.metrics import Metrics
-from jflash.server.reasoning import CLOSE, OPEN, opened
+from jflash.server.reasoning import CLOSE
+from jflash.server.settings import Settings
 from jflash.serving.decoder import Decoder
 from jflash.serving.grammar import Grammar, Grammars, Opening
 from jflash.serving.handle import Handle
@@ -25,30 +24,8 @@ from jflash.serving.request import Failed, Full, Request, TooLong
 # Characters, 0.7 ms on a slow core: beside 32 streams a thread's result comes back later than that.
 SHORT = 2000
 MANY = 500  # tokens of a prompt: to write their numbers takes a core 2 ms and more
-RESERVED = ("messages", "tools", "tokenizer", "add_generation_prompt", "tokenize")
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")  # OpenAI's
-HARMONY_EFFORTS = ("low", "medium", "high")  # gpt-oss always thinks
 # Fields that the engine checks, as its messages name them.
 CHECKED = {"stop_ids": "stop_token_ids", "logit_bias": "logit_bias", "draft_rule": "draft_rule"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What a server needs beside an engine. `sampling` has the defaults of a request."""
-
-    tokenizer: Any
-    name: str
-    version: str
-    template: str  # the chat template's source, empty if there is none
-    stop_ids: tuple[int, ...]
-    sampling: Sampling
-    reasoning: bool  # the template's thinking mode
-    created: int
-    max_accept: int  # drafts that a step may keep
-    max_body: int  # bytes
-    slots: int  # requests that run at once
-    max_queue: int  # requests that may wait
-    request_timeout: float  # seconds, from the submission to the last token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,42 +42,6 @@ class Service(Settings):
     @property
     def vocabulary(self) -> int:
         return self.engine.vocabulary
-
-    @functools.cached_property
-    def harmony(self) -> bool:
-        """Whether answers have gpt-oss's channels."""
-        return CHANNEL in self.template
-
-    def marks(self, text: str) -> list[int]:
-        """The ids of a text, without special tokens around it."""
-        return token_ids(self.tokenizer, text, add_special_tokens=False)
-
-    @functools.cached_property
-    def begins_with(self) -> int | None:
-        """The token that the tokenizer puts before a text; None if it puts none, though it may know
-        one that begins messages, as SmolLM2's does."""
-        begin = self.tokenizer.bos_token_id
-        added = token_ids(self.tokenizer, "", add_special_tokens=True)
-        return begin if added[:1] == [begin] else None
-
-    def plain_text(self, ids: list[int]) -> str:
-        """Tokens as text, without special tokens."""
-        return decode(self.tokenizer, ids)
-
-    def echo(self, ids: list[int]) -> str:
-        """A prompt's tokens as its text, with the special tokens that it has."""
-        return decode(self.tokenizer, ids, marks=True)
-
-    def answer_text(self, ids: list[int]) -> str:
-        """Tokens of a chat's answer as text, with the marks of its channels if it has any."""
-        return decode(self.tokenizer, ids, marks=self.harmony)
-
-    @functools.cached_property
-    def thought_marks(self) -> tuple[int | None, int | None]:
-        """The tokens that open and close thoughts; None for a mark of several tokens."""
-        ids = [self.marks(mark) for mark in (OPEN, CLOSE)]
-        opens, closes = (found[0] if len(found) == 1 else None for found in ids)
-        return opens, closes
 
     @functools.cached_property
     def call_marks(self) -> tuple[str, str]:
@@ -252,39 +193,3 @@ def service_of(settings: Settings, engine: Decoder) -> Service:
     grammars = Grammars(settings.tokenizer, engine.vocabulary, settings.stop_ids)
     metrics = Metrics(settings.name, settings.max_accept, engine.stats)
     return Service(engine=engine, grammars=grammars, metrics=metrics, **known)
-
-
-def thinks(service: Service, prompt: str, names: dict[str, Any]) -> bool:
-    """Whether thoughts come before the answer: the prompt opens them, or leaves that to the model
-    in the thinking mode of its template."""
-    if service.harmony or prompt.rstrip().endswith(CLOSE):
-        return service.harmony
-    mode = "enable_thinking" in service.template and names.get("enable_thinking") is not False
-    return opened(prompt) or mode
-
-
-@functools.cache
-def _options(tokenizer: type) -> frozenset[str]:
-    """What a tokenizer's `apply_chat_template` keeps from the template; documents it gives on."""
-    taken = inspect.signature(tokenizer.apply_chat_template).parameters
-    return frozenset(taken) - {"documents", "kwargs"}
-
-
-def thinking(
-    service: Service, effort: str | None, names: dict[str, Any], field: str = "reasoning_effort"
-) -> dict[str, Any]:
-    """The template's variables: the request's `names` override the server's thinking mode. `field`
-    is that of `effort`."""
-    for name in names:
-        if name in RESERVED or name in _options(type(service.tokenizer)):
-            raise invalid(f"chat_template_kwargs.{name}", "cannot be set by a request")
-    known: dict[str, Any] = {"enable_thinking": service.reasoning}
-    mode = "enable_thinking" in service.template or "reasoning_effort" in service.template
-    if effort is not None and (mode or effort != "none"):  # without a mode nothing is thought
-        if not mode:
-            raise unsupported(field, "the model's template has no thinking mode")
-        efforts = HARMONY_EFFORTS if service.harmony else EFFORTS
-        if effort not in efforts:
-            raise invalid(field, f"{effort!r} is none of {', '.join(efforts)}")
-        known = {"enable_thinking": effort != "none", "reasoning_effort": effort}
-    return known | names

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from jflash.server.service import Settings
+from jflash.server.settings import Settings
 from jflash.serving.pipe.remote import News, Sizes
 
 

@@ -19,7 +19,7 @@ from jflash.io import load_tokenizer
 from jflash.records.decoding import Sampling
 from jflash.server.front import Front
 from jflash.server.run import LOOK_EVERY, listen, watch
-from jflash.server.service import Settings
+from jflash.server.settings import Settings
 from jflash.server.start import Rules
 from jflash.serving.engine import Engine
 from jflash.serving.grammar import Grammars

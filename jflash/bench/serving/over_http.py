@@ -15,7 +15,7 @@ from jflash.bench.serving.speed import figures
 from jflash.records.decoding import GREEDY
 from jflash.server.front import Front
 from jflash.server.run import listen
-from jflash.server.service import Settings
+from jflash.server.settings import Settings
 from jflash.server.start import Rules
 from jflash.serving.engine import Engine
 from jflash.serving.grammar import Grammars
