@@ -10,7 +10,7 @@ from jflash.server.errors import invalid, unsupported
 from jflash.server.protocol import Asked
 from jflash.server.service import Service
 from jflash.serving.grammar import Grammar
-from jflash.serving.request import KEYS, Request
+from jflash.serving.request import BIASED, KEYS, Request
 
 MOST_ANSWERS = 128  # of one HTTP request
 MOST_STOPS, LONGEST_STOP = 64, 1000  # texts of one request, and characters of one
@@ -66,7 +66,7 @@ def requests_of(
     stop_ids = tuple(dict.fromkeys((*ends, *stop_token_ids, *marks)))
     sampling = sampling_of(asked, service.sampling)
     seed = None if asked.seed is None else _seed(asked.seed)
-    repetition = asked.repetition_penalty
+    bias, repetition = _bias(asked.logit_bias or {}), asked.repetition_penalty
     try:
         return [
             Request(
@@ -80,7 +80,7 @@ def requests_of(
                 timeout=service.request_timeout,
                 speculate=asked.speculation is not False,
                 min_tokens=asked.min_tokens or 0,
-                logit_bias=_bias(asked.logit_bias or {}),
+                logit_bias=bias,
                 repetition_penalty=1.0 if repetition is None else repetition,
                 frequency_penalty=asked.frequency_penalty or 0.0,
                 presence_penalty=asked.presence_penalty or 0.0,
@@ -109,7 +109,9 @@ def check_count(service: Service, prompts: int, n: int) -> None:
 
 
 def _bias(given: dict[str, float]) -> dict[int, float]:
-    """By token; JSON's names are texts."""
+    """By token; JSON's names are texts. They are counted before any is read."""
+    if len(given) > BIASED:
+        raise invalid("logit_bias", f"{len(given)} tokens: at most {BIASED}")
     try:
         return {int(token): bias for token, bias in given.items()}
     except ValueError as error:

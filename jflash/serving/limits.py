@@ -6,8 +6,8 @@ from jflash.checks import check_ids
 from jflash.pair import Models
 from jflash.records.decoding import whole
 from jflash.serving.calls.layout import KINDS, Kind, Layout
-from jflash.serving.calls.slots import BIASED, most_of
-from jflash.serving.request import Request, TooLong
+from jflash.serving.calls.slots import most_of
+from jflash.serving.request import BIASED, Request, TooLong
 from pallas_kernels.block_attention import PAGE
 
 # An engine's sizes that may be None.

@@ -16,6 +16,7 @@ from jflash.serving.grammar import Grammar
 FinishReason = Literal["stop", "length", "cancelled", "timeout"]
 Top = tuple[tuple[int, float], ...]  # the most probable tokens of a place, the likeliest first
 MOST = 20  # most probable tokens of a place; OpenAI's limit
+BIASED = 320  # tokens with a bias in a request at most; OpenAI's limit is 300
 KEYS = 2**32  # seeds and indices are below
 STRONGEST = 1e9  # change of a logit, so that changed logits are finite in float32
 

@@ -16,7 +16,7 @@ from jflash.server.requests import LONGEST_STOP, MOST_ANSWERS, MOST_STOPS
 from jflash.server.service import MANY
 from jflash.serving.pipe.answering import COMPILERS, answer
 from jflash.serving.pipe.remote import Asked, Left
-from jflash.serving.request import Full, Request
+from jflash.serving.request import BIASED, Full, Request
 from jflash.serving.stats import Stats
 from tests.support.letters import END, letters_tokenizer
 from tests.support.reciting import NOTHING, Reciting, client_of
@@ -70,6 +70,12 @@ def test_a_stop_is_looked_at_no_further_than_the_text_goes():
 def test_stops_that_are_too_long_or_too_many(client, stop, why):
     error = error_of(client.post(TEXT, json={"prompt": "ab", "stop": stop}))
     assert error["param"] == "stop" and why in error["message"]
+
+
+def test_too_many_biases_are_refused_before_any_is_read(client):
+    bias = {f"x{i}": 1 for i in range(BIASED + 1)}  # none of these names is a token's
+    error = error_of(client.post(TEXT, json={"prompt": "ab", "logit_bias": bias}))
+    assert error["param"] == "logit_bias" and f"at most {BIASED}" in error["message"]
 
 
 def test_the_mark_before_utf_8_is_no_part_of_a_body(client):

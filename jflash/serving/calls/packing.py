@@ -15,8 +15,7 @@ from jflash.compiled.shape import Shape
 from jflash.pair import Models
 from jflash.rows import SURVEYED, Survey
 from jflash.serving.calls.layout import Layout
-from jflash.serving.calls.slots import BIASED
-from jflash.serving.request import Request, Top
+from jflash.serving.request import BIASED, Request, Top
 from jflash.state import Sequences, State
 from jflash.tokens.logprobs import read
 

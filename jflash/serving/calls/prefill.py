@@ -22,8 +22,9 @@ from jflash.pair import Models, Params
 from jflash.prefill import put
 from jflash.records.specs import AttentionSpec
 from jflash.serving.calls.packing import CONTROL, FRESH, HEAD, STEPS, row_size
-from jflash.serving.calls.slots import BIASED, CACHES, most_of, with_table
+from jflash.serving.calls.slots import CACHES, most_of, with_table
 from jflash.serving.calls.some_slots import putting
+from jflash.serving.request import BIASED
 from jflash.speculative import apply
 from jflash.state import Sequences, State
 from jflash.tokens.logprobs import bits, judged, noted, read, scored

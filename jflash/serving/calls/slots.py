@@ -17,14 +17,13 @@ from jflash.layers.cache import DeltaCache, LayerCache, PagedCache, RingCache, W
 from jflash.pair import Models
 from jflash.rows import empty_survey
 from jflash.serving.calls.layout import Layout, settled
-from jflash.serving.request import MOST
+from jflash.serving.request import BIASED, MOST
 from jflash.state import State
 from jflash.tokens.logprobs import unasked
 from jflash.tokens.shaping import unshaped
 from pallas_kernels.block_attention import PAGE
 
 CACHES = ("target_cache", "drafter_cache")  # of a State
-BIASED = 320  # tokens with a bias in a request at most; OpenAI's limit is 300
 
 
 def empty_state(models: Models, layout: Layout) -> State:
