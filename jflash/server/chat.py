@@ -55,7 +55,7 @@ async def chat(request: HttpRequest) -> Response:
     tools, choice = narrowed(tools, asked.tool_choice)
     names = thinking(service, asked.reasoning_effort, asked.chat_template_kwargs or {})
     prompt = prompt_text(service, asked.messages, tools, names)
-    ids = await service.encode(prompt, special=False)
+    ids = await service.prompt(prompt, False, "messages")
     one_call = asked.parallel_tool_calls is False
     must = must_call(service, tools, choice)
     form = answer_form(

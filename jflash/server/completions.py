@@ -72,7 +72,7 @@ async def _prompts(service: Service, asked: Completion, n: int) -> list[list[int
     """The prompts' ids: one text, many, one list of ids or many; not too many for `n` answers."""
     given, special = asked.prompt, asked.add_special_tokens is not False
     if isinstance(given, str):
-        return [await service.encode(given, special)]
+        return [await service.prompt(given, special, "prompt")]
     if not given:
         raise invalid("prompt", "the list is empty")
     texts = [each for each in given if isinstance(each, str)]
@@ -81,7 +81,7 @@ async def _prompts(service: Service, asked: Completion, n: int) -> list[list[int
         check_count(service, len(given), n)
     lists = [each for each in given if isinstance(each, list)]
     if len(texts) == len(given):
-        return [await service.encode(text, special) for text in texts]
+        return [await service.prompt(text, special, "prompt") for text in texts]
     if len(ids) == len(given):
         return [ids]
     if len(lists) == len(given):

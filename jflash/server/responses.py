@@ -49,7 +49,7 @@ async def responses(request: HttpRequest) -> Response:
     names = thinking(service, effort, {}, "reasoning.effort")
     messages, places = turns(asked, one_call=service.harmony)
     prompt = prompt_text(service, messages, tools, names, "input", places)
-    ids = await service.encode(prompt, special=False)
+    ids = await service.prompt(prompt, False, "input")
     one_call = asked.parallel_tool_calls is False
     must = must_call(service, tools, choice)
     form = answer_form(

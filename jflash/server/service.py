@@ -12,6 +12,7 @@ from jflash.io.text import token_ids
 from jflash.server import tools
 from jflash.server.about import About
 from jflash.server.errors import ApiError, invalid, unsupported
+from jflash.server.fitting import Beyond, Encode, fitting_ids
 from jflash.server.forms import Form
 from jflash.server.metrics import Metrics
 from jflash.server.reasoning import CLOSE
@@ -103,13 +104,30 @@ class Service(Settings):
         self.about.check_model(name)
 
     async def encode(self, text: str, special: bool) -> list[int]:
-        """A text's ids, a long one's off the event loop; `special` adds the tokenizer's special
-        tokens."""
-        encode = functools.partial(token_ids, self.tokenizer, text, add_special_tokens=special)
+        """A text's ids; `special` adds the tokenizer's special tokens."""
+        return await self._encoded(text, functools.partial(self._ids, special=special))
+
+    async def prompt(self, text: str, special: bool, param: str) -> list[int]:
+        """The ids of a text that is to be continued; ApiError, naming the field, for one that
+        passes the context, before all of it is tokenised."""
+        ids, most = functools.partial(self._ids, special=special), self.engine.max_context
+        longest = self.longest_token
+        try:
+            return await self._encoded(text, lambda text: fitting_ids(ids, longest, text, most))
+        except Beyond as error:
+            raise _too_long(f"{param}: {error}", param) from None
+
+    def _ids(self, text: str, special: bool) -> list[int]:
+        return token_ids(self.tokenizer, text, add_special_tokens=special)
+
+    async def _encoded(self, text: str, encode: Encode) -> list[int]:
+        """A text's ids, a long one's off the event loop."""
         try:
             if len(text) <= SHORT:
-                return encode()
-            return await self._in_time(asyncio.to_thread(encode))
+                return encode(text)
+            return await self._in_time(asyncio.to_thread(encode, text))
+        except Beyond:
+            raise
         except ValueError as error:
             raise ApiError(str(error), code="invalid_value") from None
 
@@ -133,7 +151,7 @@ class Service(Settings):
             raise
         except TooLong as error:
             self._drop(handles)
-            raise ApiError(str(error), param=param, code="context_length_exceeded") from None
+            raise _too_long(str(error), param) from None
         except ValueError as error:
             self._drop(handles)
             named = (field for name, field in CHECKED.items() if name in str(error))
@@ -170,10 +188,13 @@ class Service(Settings):
                 handle.cancel()
 
     def check_ids(self, ids: Sequence[int], param: str) -> None:
-        """ApiError for a prompt without tokens, or with one that the target does not know."""
+        """ApiError for a prompt without tokens, with too many, or with one that the target does not
+        know."""
         if not ids:
             raise invalid(param, "the prompt is empty: give at least one token")
-        count = self.vocabulary
+        count, most = self.vocabulary, self.engine.max_context
+        if len(ids) > most:
+            raise _too_long(f"{len(ids)} prompt tokens pass the context of {most} tokens", param)
         if outside := [i for i in ids if i >= count]:
             raise invalid(param, f"token id {outside[0]} is outside the {count} ids")
 
@@ -181,10 +202,13 @@ class Service(Settings):
         asked, most = len(request.prompt_ids), self.engine.max_context
         self.check_ids(request.prompt_ids, param)
         if asked + request.max_tokens > most:
-            raise ApiError(
-                f"{asked} prompt tokens + {request.max_tokens} new tokens pass the context of "
-                f"{most} tokens", param=param, code="context_length_exceeded",
-            )  # fmt: skip
+            new = request.max_tokens
+            why = f"{asked} prompt tokens + {new} new tokens pass the context of {most} tokens"
+            raise _too_long(why, param)
+
+
+def _too_long(why: str, param: str) -> ApiError:
+    return ApiError(why, param=param, code="context_length_exceeded")
 
 
 def service_of(settings: Settings, engine: Decoder) -> Service:

@@ -38,6 +38,11 @@ class Settings:
         return token_ids(self.tokenizer, text, add_special_tokens=False)
 
     @functools.cached_property
+    def longest_token(self) -> int:
+        """Characters of the vocabulary's longest entry, which has a sign for each byte or more."""
+        return max(map(len, self.tokenizer.get_vocab()))
+
+    @functools.cached_property
     def begins_with(self) -> int | None:
         """The token that the tokenizer puts before a text; None if it puts none, though it may know
         one that begins messages, as SmolLM2's does."""
