@@ -21,6 +21,7 @@ from jflash.serving.decoder import Decoder
 from jflash.serving.grammar import Grammar, Grammars, Opening
 from jflash.serving.handle import Handle
 from jflash.serving.request import Failed, Full, Request, TooLong
+from jflash.serving.tried import TriedGrammars
 
 # Characters, 0.7 ms on a slow core: beside 32 streams a thread's result comes back later than that.
 SHORT = 2000
@@ -214,6 +215,6 @@ def _too_long(why: str, param: str) -> ApiError:
 def service_of(settings: Settings, engine: Decoder) -> Service:
     """A server's state over an engine."""
     known = {field.name: getattr(settings, field.name) for field in fields(Settings)}
-    grammars = Grammars(settings.tokenizer, engine.vocabulary, settings.stop_ids)
+    grammars = TriedGrammars(settings.tokenizer, engine.vocabulary, settings.stop_ids)
     metrics = Metrics(settings.name, settings.max_accept, engine.stats)
     return Service(engine=engine, grammars=grammars, metrics=metrics, **known)

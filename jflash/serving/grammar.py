@@ -77,7 +77,7 @@ class Grammars:
         self._vocabulary, self._stop_ids = vocabulary, tuple(stop_ids)
         # Gemma 3's tokenizer, for one, has a token for images that its text models lack.
         known = max(vocabulary, 1 + max(tokenizer.get_vocab().values()))
-        self._words = -(-known // 32)
+        self._known, self._words = known, -(-known // 32)
         self._tokens = from_tokenizer(tokenizer, n_vocab=known, eos_token=list(stop_ids))
         self._names = Names.of(self._tokens, known)
         self._compiled = functools.lru_cache(maxsize=KEPT)(self._compile)
@@ -113,7 +113,7 @@ class Grammars:
         from llguidance import LLMatcher
 
         tokens = self._as_letters if self._names.within(text) else self._tokens
-        matcher = LLMatcher(tokens, _source(kind, text), log_level=0)
+        matcher = LLMatcher(tokens, source_of(kind, text), log_level=0)
         if matcher.is_error():
             raise ValueError(_brief(matcher.get_error(), text))
         grammar = Grammar(
@@ -159,7 +159,7 @@ def _brief(error: str, text: str) -> str:
     return line if len(line) <= MOST_SHOWN else f"{line[: half - 1]}…{line[-half:]}"
 
 
-def _source(kind: Kind, text: str) -> str:
+def source_of(kind: Kind, text: str) -> str:
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import any_to_lark
 

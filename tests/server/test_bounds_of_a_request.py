@@ -8,10 +8,12 @@ from multiprocessing import Pipe
 from typing import Any
 
 import pytest
+from starlette.testclient import TestClient
 
 from jflash.io.incremental import Incremental, held_back
 from jflash.server import chat, completions
 from jflash.server import service as services
+from jflash.server.app import make_app
 from jflash.server.requests import LONGEST_STOP, MOST_ANSWERS, MOST_STOPS
 from jflash.server.service import MANY
 from jflash.serving.pipe.answering import COMPILERS, answer
@@ -19,7 +21,7 @@ from jflash.serving.pipe.remote import Asked, Left
 from jflash.serving.request import BIASED, Full, Request
 from jflash.serving.stats import Stats
 from tests.support.letters import END, letters_tokenizer
-from tests.support.reciting import NOTHING, Reciting, client_of
+from tests.support.reciting import NOTHING, Reciting, client_of, service_of
 
 TEXT = "/v1/completions"
 
@@ -76,6 +78,21 @@ def test_too_many_biases_are_refused_before_any_is_read(client):
     bias = {f"x{i}": 1 for i in range(BIASED + 1)}  # none of these names is a token's
     error = error_of(client.post(TEXT, json={"prompt": "ab", "logit_bias": bias}))
     assert error["param"] == "logit_bias" and f"at most {BIASED}" in error["message"]
+
+
+def test_a_form_that_takes_too_long_to_compile_is_refused_in_seconds():
+    """Its text is short, and each pattern more takes llguidance twice as long."""
+    engine = Reciting(letters_tokenizer())
+    service = services.service_of(service_of(engine, END), engine)
+    client = TestClient(make_app(service))
+    patterns = [{"type": "string", "pattern": f"a{i}|b?c?{i}"} for i in range(40)]
+    asked = {"prompt": "ab", "guided_json": {"allOf": patterns}}
+    error = error_of(client.post(TEXT, json=asked))
+    assert error["param"] == "guided_json" and error["code"] == "invalid_grammar"
+    assert "more than 2 seconds" in error["message"]
+    engine.text = "ab"
+    asked = {"prompt": "ab", "guided_regex": "[ab]+"}
+    assert client.post(TEXT, json=asked).status_code == 200
 
 
 def test_the_mark_before_utf_8_is_no_part_of_a_body(client):
