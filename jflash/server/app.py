@@ -7,6 +7,7 @@ import hmac
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -93,19 +94,18 @@ async def _tokenize(request: Request) -> Response:
     if asked.messages is not None:
         names = thinking(service, None, asked.chat_template_kwargs or {})
         tools = wanted(asked.tools, None, service.template)
-        ids = await service.encode(prompt_text(service, asked.messages, tools, names), False)
+        write = partial(prompt_text, service, asked.messages, tools, names)
+        ids = await service.encode(await service.beside(len(asked.messages), write), False)
     else:
         assert asked.prompt is not None
         ids = await service.encode(asked.prompt, asked.add_special_tokens is not False)
-    strings = None
-    if asked.return_token_strs:
-        strings = service.tokenizer.convert_ids_to_tokens(ids)
-    return json_response(
-        {
-            "count": len(ids), "max_model_len": service.engine.max_context, "tokens": ids,
-            "token_strs": strings,
-        }
-    )  # fmt: skip
+
+    def answer() -> Response:
+        strings = service.tokenizer.convert_ids_to_tokens(ids) if asked.return_token_strs else None
+        known = {"count": len(ids), "max_model_len": service.engine.max_context}
+        return json_response(known | {"tokens": ids, "token_strs": strings})
+
+    return await service.beside(len(ids), answer)
 
 
 async def _detokenize(request: Request) -> Response:
@@ -115,8 +115,12 @@ async def _detokenize(request: Request) -> Response:
     outside = [i for i in asked.tokens if i >= service.vocabulary]
     if outside:
         raise invalid("tokens", f"{outside[0]} is outside the {service.vocabulary} ids")
-    text = service.tokenizer.decode(asked.tokens, clean_up_tokenization_spaces=False)
-    return json_response({"prompt": text})
+
+    def answer() -> Response:
+        text = service.tokenizer.decode(asked.tokens, clean_up_tokenization_spaces=False)
+        return json_response({"prompt": text})
+
+    return await service.beside(len(asked.tokens), answer)
 
 
 async def _health(request: Request) -> Response:

@@ -54,7 +54,8 @@ async def chat(request: HttpRequest) -> Response:
     tools = wanted(asked.tools, asked.tool_choice, service.template)
     tools, choice = narrowed(tools, asked.tool_choice)
     names = thinking(service, asked.reasoning_effort, asked.chat_template_kwargs or {})
-    prompt = prompt_text(service, asked.messages, tools, names)
+    write = partial(prompt_text, service, asked.messages, tools, names)
+    prompt = await service.beside(len(asked.messages), write)
     ids = await service.prompt(prompt, False, "messages")
     one_call = asked.parallel_tool_calls is False
     must = must_call(service, tools, choice)

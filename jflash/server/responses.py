@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -48,7 +49,8 @@ async def responses(request: HttpRequest) -> Response:
     effort = (asked.reasoning or {}).get(EFFORT)
     names = thinking(service, effort, {}, "reasoning.effort")
     messages, places = turns(asked, one_call=service.harmony)
-    prompt = prompt_text(service, messages, tools, names, "input", places)
+    write = partial(prompt_text, service, messages, tools, names, "input", places)
+    prompt = await service.beside(len(messages), write)
     ids = await service.prompt(prompt, False, "input")
     one_call = asked.parallel_tool_calls is False
     must = must_call(service, tools, choice)

@@ -25,7 +25,8 @@ from jflash.serving.tried import TriedGrammars
 
 # Characters, 0.7 ms on a slow core: beside 32 streams a thread's result comes back later than that.
 SHORT = 2000
-MANY = 500  # tokens of a prompt: to write their numbers takes a core 2 ms and more
+# Tokens, whose numbers take a core 2 ms and more, or messages, which take a template as long.
+MANY = 500
 # Fields that the engine checks, as its messages name them.
 CHECKED = {"stop_ids": "stop_token_ids", "logit_bias": "logit_bias", "draft_rule": "draft_rule"}
 
@@ -72,10 +73,10 @@ class Service(Settings):
                 f"{form.param}: {error}", param=form.param, code="invalid_grammar"
             ) from None
 
-    async def beside[T](self, tokens: int, work: Callable[[], T]) -> T:
-        """What `work` gives, which so many tokens of a prompt take: off the event loop if they are
+    async def beside[T](self, count: int, work: Callable[[], T]) -> T:
+        """What `work` gives, which so many tokens or messages take: off the event loop if they are
         many."""
-        return work() if tokens <= MANY else await self._in_time(asyncio.to_thread(work))
+        return work() if count <= MANY else await self._in_time(asyncio.to_thread(work))
 
     async def _in_time[T](self, work: Coroutine[Any, Any, T]) -> T:
         """What `work` gives. ApiError if a server that ends has cancelled it."""

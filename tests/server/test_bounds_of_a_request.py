@@ -4,6 +4,7 @@ import random
 import threading
 import time
 from codecs import BOM_UTF8
+from dataclasses import replace
 from multiprocessing import Pipe
 from typing import Any
 
@@ -11,9 +12,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from jflash.io.incremental import Incremental, held_back
-from jflash.server import chat, completions
+from jflash.server import app, chat, completions, conversation
 from jflash.server import service as services
-from jflash.server.app import make_app
 from jflash.server.requests import LONGEST_STOP, MOST_ANSWERS, MOST_STOPS
 from jflash.server.service import MANY
 from jflash.serving.pipe.answering import COMPILERS, answer
@@ -84,7 +84,7 @@ def test_a_form_that_takes_too_long_to_compile_is_refused_in_seconds():
     """Its text is short, and each pattern more takes llguidance twice as long."""
     engine = Reciting(letters_tokenizer())
     service = services.service_of(service_of(engine, END), engine)
-    client = TestClient(make_app(service))
+    client = TestClient(app.make_app(service))
     patterns = [{"type": "string", "pattern": f"a{i}|b?c?{i}"} for i in range(40)]
     asked = {"prompt": "ab", "guided_json": {"allOf": patterns}}
     error = error_of(client.post(TEXT, json=asked))
@@ -145,6 +145,41 @@ def test_numbers_of_a_long_prompt_are_written_beside_the_event_loop(monkeypatch,
         answered = client_of(engine, END).post(TEXT, json=asked | {"prompt": [1] * tokens})
     assert answered.status_code == 200, answered.text
     assert len(where) == 1 and (where[0] in loops) == (tokens < MANY)
+
+
+@pytest.mark.parametrize("count", [MANY, MANY + 1])
+@pytest.mark.parametrize(
+    ("route", "name", "each", "work"),
+    [
+        ("/v1/chat/completions", "messages", {"role": "user", "content": "a"}, "through_template"),
+        ("/v1/responses", "input", {"role": "user", "content": "a"}, "through_template"),
+        ("/tokenize", "messages", {"role": "user", "content": "a"}, "through_template"),
+        ("/detokenize", "tokens", 30, "json_response"),
+    ],
+)
+def test_many_messages_and_tokens_are_written_beside_the_event_loop(
+    monkeypatch, route, name, each, work, count
+):
+    engine, where = Reciting(letters_tokenizer()), list[threading.Thread]()
+    engine.max_context, engine.text = 2 * MANY, "ab"
+    service, loops = service_of(engine, END), list[threading.Thread]()
+    module = conversation if work == "through_template" else app
+    does, check = getattr(module, work), services.Service.check_model
+
+    def noted(*given: Any, **names: Any) -> Any:
+        where.append(threading.current_thread())
+        return does(*given, **names)
+
+    def checked(*given: Any) -> None:
+        loops.append(threading.current_thread())
+        check(*given)
+
+    monkeypatch.setattr(module, work, noted)
+    monkeypatch.setattr(services.Service, "check_model", checked)
+    client = TestClient(app.make_app(replace(service, max_body=10**5)))
+    answered = client.post(route, json={name: [each] * count})
+    assert answered.status_code == 200, answered.text
+    assert len(where) == 1 and (where[0] in loops) == (count <= MANY)
 
 
 class Engine:
