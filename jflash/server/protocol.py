@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
+from jflash.server import bad_json
 from jflash.server.errors import ApiError, invalid, unsupported
 from jflash.serving.request import MOST
 
@@ -232,7 +233,7 @@ def read[R: Struct](body: bytes, kind: type[R]) -> R:
     except msgspec.ValidationError as error:
         raise named(str(error), body) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ApiError(f"the body is not JSON: {error}", code="invalid_json") from None
+        raise ApiError(bad_json.why(body, error), code="invalid_json") from None
     for name in kind.__struct_fields__:
         given = getattr(value, name)
         if given is None or name not in NEUTRAL:
