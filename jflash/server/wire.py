@@ -23,7 +23,13 @@ class ClientGone(Exception):
 
 async def body_of(request: Request, most: int) -> bytes:
     """The whole body, without the mark that some editors put before UTF-8; ApiError if it is too
-    long or too slow."""
+    long, too slow or compressed."""
+    coding = request.headers.get("content-encoding", "identity")
+    if coding.strip().lower() not in ("", "identity"):
+        raise ApiError(
+            f"Content-Encoding {coding:.40}: send the body as it is, without one", status=415,
+            code="unsupported_encoding", headers={"Accept-Encoding": "identity"},
+        )  # fmt: skip
     body = bytearray()
     try:
         async with asyncio.timeout(BODY_SECONDS):

@@ -1,5 +1,6 @@
 """What one request may cost the event loop before it is refused, and what it is refused for."""
 
+import gzip
 import random
 import threading
 import time
@@ -78,6 +79,17 @@ def test_too_many_biases_are_refused_before_any_is_read(client):
     bias = {f"x{i}": 1 for i in range(BIASED + 1)}  # none of these names is a token's
     error = error_of(client.post(TEXT, json={"prompt": "ab", "logit_bias": bias}))
     assert error["param"] == "logit_bias" and f"at most {BIASED}" in error["message"]
+
+
+@pytest.mark.parametrize("coding", ["gzip", "deflate", "br, gzip"])
+def test_a_compressed_body_is_refused_by_its_coding(client, coding):
+    body = gzip.compress(b'{"prompt": "ab"}')
+    headers = {"Content-Encoding": coding}
+    error = error_of(client.post(TEXT, content=body, headers=headers), 415)
+    assert error["code"] == "unsupported_encoding" and coding in error["message"]
+    headers = {"Content-Encoding": "identity"}
+    asked = {"prompt": "ab", "model": "none"}
+    assert error_of(client.post(TEXT, json=asked, headers=headers), 404)["param"] == "model"
 
 
 def test_a_form_that_takes_too_long_to_compile_is_refused_in_seconds():
