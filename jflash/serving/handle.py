@@ -12,7 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
 
-from jflash.serving.request import Event, FinishReason, Full, Request, Result
+from jflash.serving.request import Event, FinishReason, Full, Request, Result, several
 
 LOG = logging.getLogger(__name__)
 
@@ -239,7 +239,7 @@ def results_of(
     that have been."""
     handles = list[Handle]()
     try:
-        for request in requests:
+        for request in several(requests):
             while True:
                 try:
                     handles.append(submit(request))

@@ -7,7 +7,7 @@ from jflash.pair import Models
 from jflash.records.decoding import whole
 from jflash.serving.calls.layout import KINDS, Kind, Layout
 from jflash.serving.calls.slots import most_of
-from jflash.serving.request import BIASED, Request, TooLong
+from jflash.serving.request import BIASED, Request, TooLong, checked_request
 from pallas_kernels.block_attention import PAGE
 
 # An engine's sizes that may be None.
@@ -63,8 +63,7 @@ def checked_ahead(ahead: int | None, refusal: str | None) -> int | None:
 
 def check(request: Request, models: Models, layout: Layout, max_context: int) -> None:
     """ValueError, naming the field and its value, for a request that the engine never serves."""
-    if not isinstance(request, Request):
-        raise ValueError(f"{request!r:.80} must be a Request: jflash.Request(prompt_ids=…)")
+    checked_request(request)
     check_ids(models, request.prompt_ids, request.stop_ids)
     prompt, total = len(request.prompt_ids), len(request.prompt_ids) + request.max_tokens
     if total > max_context:

@@ -5,7 +5,7 @@ events for stop strings. Several samples of one prompt are requests that differ 
 """
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import TIMEOUT_MAX
 from typing import Any, Literal, NamedTuple
@@ -136,6 +136,20 @@ class Request:
             seed=self.seed or 0,
             oracle=not self.speculate,
         )
+
+
+def several(requests: Any) -> Iterable[Request]:
+    """The requests, as they come; ValueError for one alone, or for what is none."""
+    if isinstance(requests, Request) or not isinstance(requests, Iterable):
+        raise ValueError(f"{requests!r:.80} must be a list of requests: put it into [ ]")
+    return map(checked_request, requests)
+
+
+def checked_request(request: Any) -> Request:
+    """The request; ValueError for what is none."""
+    if not isinstance(request, Request):
+        raise ValueError(f"{request!r:.80} must be a Request: jflash.Request(prompt_ids=…)")
+    return request
 
 
 WHOLE = ("max_tokens", "seed", "index", "priority", "min_tokens", "top_logprobs", "prompt_logprobs")

@@ -15,7 +15,7 @@ from jflash.io.incremental import Incremental
 from jflash.io.text import decode, mark_ids
 from jflash.records.decoding import whole
 from jflash.serving.handle import Handle, result_of
-from jflash.serving.request import Event, Full, Request, Result
+from jflash.serving.request import Event, Full, Request, Result, several
 
 
 class Submits(Protocol):
@@ -127,7 +127,7 @@ def answers(
     if whole("n", n) < 1:
         raise ValueError(f"n {n} must be at least 1")
     reading_of = _readings(tokenizer, checked_stops(stop))
-    samples = (replace(each, index=each.index + i) for each in requests for i in range(n))
+    samples = (replace(each, index=each.index + i) for each in several(requests) for i in range(n))
     came = SimpleQueue[tuple[int, list[Event] | BaseException]]()
     handles, open_ones = list[Handle](), dict[int, Reading]()
     taken: list[list[TextEvent]] = []

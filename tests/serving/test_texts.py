@@ -132,3 +132,14 @@ def test_what_is_wrong_is_refused_and_cancels_the_others(engine, requests):
     with pytest.raises(ValueError, match="1000000"):
         answers(Noted(), [long, replace(long, prompt_ids=[10**6])], LETTERS)
     assert [each.result().finish_reason for each in handles] == ["cancelled"]
+
+
+def test_one_request_in_place_of_several_is_refused_in_one_line(engine, requests):
+    ways = (engine.generate, lambda given: answers(engine, given, LETTERS))
+    for way in ways:
+        with pytest.raises(ValueError, match=r"must be a list of requests: put it into \[ \]"):
+            way(requests[0])
+        with pytest.raises(ValueError, match="7 must be a list of requests"):
+            way(7)
+        with pytest.raises(ValueError, match="None must be a Request"):
+            way([None])
