@@ -1,6 +1,7 @@
 """What a client asked, as the engine's requests, with the server's defaults and limits."""
 
 import hashlib
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ from jflash.server.service import Service
 from jflash.serving.grammar import Grammar
 from jflash.serving.request import BIASED, KEYS, Request
 
+# A token as a name, of which it has one: Python reads " 5", "0_5" and other scripts' digits too.
+TOKEN = re.compile("0|[1-9][0-9]{0,9}")
 MOST_ANSWERS = 128  # of one HTTP request
 MOST_STOPS, LONGEST_STOP = 64, 1000  # texts of one request, and characters of one
 
@@ -112,10 +115,11 @@ def _bias(given: dict[str, float]) -> dict[int, float]:
     """By token; JSON's names are texts. They are counted before any is read."""
     if len(given) > BIASED:
         raise invalid("logit_bias", f"{len(given)} tokens: at most {BIASED}")
-    try:
-        return {int(token): bias for token, bias in given.items()}
-    except ValueError as error:
-        raise invalid("logit_bias", f"names must be token ids: {error}") from None
+    for name in given:
+        if not TOKEN.fullmatch(name):
+            why = f"the name {name!r:.40} is no token id: give its number as a text"
+            raise invalid("logit_bias", why)
+    return {int(name): bias for name, bias in given.items()}
 
 
 def _seed(seed: int) -> int:

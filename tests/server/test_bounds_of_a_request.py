@@ -81,6 +81,15 @@ def test_too_many_biases_are_refused_before_any_is_read(client):
     assert error["param"] == "logit_bias" and f"at most {BIASED}" in error["message"]
 
 
+@pytest.mark.parametrize("name", [" 5", "0_5", "+5", "05", "-5", "５", "5.0", "x", "", "9" * 5000])
+def test_a_bias_is_of_a_number_with_one_name(client, name):
+    """Of two names of a token one would be lost."""
+    bias = {"5": 1, name: 2}
+    error = error_of(client.post(TEXT, json={"prompt": "ab", "logit_bias": bias}))
+    assert error["param"] == "logit_bias" and len(error["message"]) < 120
+    assert f"the name {name[:30]!r}"[:-1] in error["message"]
+
+
 @pytest.mark.parametrize("coding", ["gzip", "deflate", "br, gzip"])
 def test_a_compressed_body_is_refused_by_its_coding(client, coding):
     body = gzip.compress(b'{"prompt": "ab"}')
