@@ -14,8 +14,9 @@ from jflash.server import bad_json
 from jflash.server.errors import ApiError, invalid, unsupported
 from jflash.serving.request import MOST
 
-Count = Annotated[int, Meta(ge=1)]
-Natural = Annotated[int, Meta(ge=0)]
+MANY = 2**63 - 1  # what a client may give for "as many as there are"
+Count = Annotated[int, Meta(ge=1, le=MANY)]
+Natural = Annotated[int, Meta(ge=0, le=MANY)]
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 Few = Annotated[int, Meta(ge=0, le=MOST)]
 Text = Annotated[str, Meta(min_length=1)]
@@ -46,7 +47,7 @@ class Asked(Struct, kw_only=True):
     stream: bool | None = None
     temperature: Annotated[float, Meta(ge=0)] | None = None
     top_p: float | None = None
-    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=MANY)] | None = None
     min_p: float | None = None
     seed: int | None = None
     ignore_eos: bool | None = None

@@ -1,6 +1,5 @@
 """What one request may cost the event loop before it is refused, and what it is refused for."""
 
-import gzip
 import random
 import threading
 import time
@@ -19,7 +18,7 @@ from jflash.server.requests import LONGEST_STOP, MOST_ANSWERS, MOST_STOPS
 from jflash.server.service import MANY
 from jflash.serving.pipe.answering import COMPILERS, answer
 from jflash.serving.pipe.remote import Asked, Left
-from jflash.serving.request import BIASED, Full, Request
+from jflash.serving.request import Full, Request
 from jflash.serving.stats import Stats
 from tests.support.letters import END, letters_tokenizer
 from tests.support.reciting import NOTHING, Reciting, client_of, service_of
@@ -73,32 +72,6 @@ def test_a_stop_is_looked_at_no_further_than_the_text_goes():
 def test_stops_that_are_too_long_or_too_many(client, stop, why):
     error = error_of(client.post(TEXT, json={"prompt": "ab", "stop": stop}))
     assert error["param"] == "stop" and why in error["message"]
-
-
-def test_too_many_biases_are_refused_before_any_is_read(client):
-    bias = {f"x{i}": 1 for i in range(BIASED + 1)}  # none of these names is a token's
-    error = error_of(client.post(TEXT, json={"prompt": "ab", "logit_bias": bias}))
-    assert error["param"] == "logit_bias" and f"at most {BIASED}" in error["message"]
-
-
-@pytest.mark.parametrize("name", [" 5", "0_5", "+5", "05", "-5", "５", "5.0", "x", "", "9" * 5000])
-def test_a_bias_is_of_a_number_with_one_name(client, name):
-    """Of two names of a token one would be lost."""
-    bias = {"5": 1, name: 2}
-    error = error_of(client.post(TEXT, json={"prompt": "ab", "logit_bias": bias}))
-    assert error["param"] == "logit_bias" and len(error["message"]) < 120
-    assert f"the name {name[:30]!r}"[:-1] in error["message"]
-
-
-@pytest.mark.parametrize("coding", ["gzip", "deflate", "br, gzip"])
-def test_a_compressed_body_is_refused_by_its_coding(client, coding):
-    body = gzip.compress(b'{"prompt": "ab"}')
-    headers = {"Content-Encoding": coding}
-    error = error_of(client.post(TEXT, content=body, headers=headers), 415)
-    assert error["code"] == "unsupported_encoding" and coding in error["message"]
-    headers = {"Content-Encoding": "identity"}
-    asked = {"prompt": "ab", "model": "none"}
-    assert error_of(client.post(TEXT, json=asked, headers=headers), 404)["param"] == "model"
 
 
 def test_a_form_that_takes_too_long_to_compile_is_refused_in_seconds():
