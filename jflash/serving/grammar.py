@@ -169,7 +169,8 @@ def source_of(kind: Kind, text: str) -> str:
         texts = " | ".join(json.dumps(one, ensure_ascii=False) for one in json.loads(text))
         if not texts:
             raise ValueError("there is no text to choose")
-        return LLMatcher.grammar_from_lark(f"start: {texts}")
+        # A terminal: of a rule llguidance follows each text by itself, at most 2,000.
+        return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
     if kind == "grammar":
         try:
             return LLMatcher.grammar_from_lark(any_to_lark(text))

@@ -356,6 +356,20 @@ def test_a_long_chain_of_rules_ends_no_process(grammars):
         grammars[0].compile("grammar", longer)
 
 
+@pytest.mark.parametrize("count", [2, 5000])
+def test_a_text_is_one_of_many_choices(grammars, count):
+    """What follows a text of which another goes on is the end, or the rest of that one."""
+    texts = ["b" + "a" * (i // 100) + "c" * (i % 100) for i in range(count)]
+    grammar = grammars[0].compile("choice", json.dumps([*texts, "b"]))
+    matcher, masks = Matcher(grammar), np.full((1, 1, grammar.words), -1, np.int32)
+    matcher.take([LETTERS.index("b")])
+    fill(masks, [(0, matcher, [])])
+    assert not matcher.error
+    ids = np.flatnonzero(np.unpackbits(masks.view(np.uint8), bitorder="little"))
+    after = {"c"} if count == 2 else {"a", "c"}
+    assert {*map(int, ids)} == {END, *map(LETTERS.index, after)}
+
+
 def linked(count: int) -> dict[str, Any]:
     """A schema of a number, behind so many others."""
     places = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(count)}
@@ -367,7 +381,7 @@ def test_a_grammar_is_too_complex_where_only_its_request_waits(grammars):
     with pytest.raises(ValueError, match=r"^lexer error: too many expressions constructed$"):
         grammars[0].compile("regex", "(b{1000}){1000}")
     with pytest.raises(ValueError, match=r"^panic: .*grammar\.symbols\.len\(\) < [^<>]*$"):
-        grammars[0].compile("choice", json.dumps(["a"] * 2**16))
+        grammars[0].compile("grammar", "start: " + '"a"+' * 65_520)
     later = Matcher(grammars[0].compile("regex", "a{9}"))
     assert not later.error
     later.take([LETTERS.index("b")])
