@@ -3,6 +3,7 @@
 import asyncio
 import functools
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -27,6 +28,7 @@ from jflash.serving.tried import TriedGrammars
 SHORT = 2000
 # Tokens, whose numbers take a core 2 ms and more, or messages, which take a template as long.
 MANY = 500
+COMPILERS = 2  # grammars compiled at once
 # Fields that the engine checks, as its messages name them.
 CHECKED = {"stop_ids": "stop_token_ids", "logit_bias": "logit_bias", "draft_rule": "draft_rule"}
 
@@ -40,6 +42,7 @@ class Service(Settings):
     metrics: Metrics
     live: set[Handle] = field(default_factory=set)
     pending: set[asyncio.Task] = field(default_factory=set)  # what those without handles wait for
+    compilers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(COMPILERS))
     failures: list[str] = field(default_factory=list)  # why the engine gives no more tokens
 
     @property
@@ -67,11 +70,15 @@ class Service(Settings):
             return self.grammars.compile(form.kind, form.text, opens)
 
         try:
-            return await self._in_time(asyncio.to_thread(compiled))
+            return await self._in_time(self._compiled(compiled))
         except ValueError as error:
             raise ApiError(
                 f"{form.param}: {error}", param=form.param, code="invalid_grammar"
             ) from None
+
+    async def _compiled(self, work: Callable[[], Grammar]) -> Grammar:
+        """What `work` gives in a thread that no prompt waits for."""
+        return await asyncio.get_running_loop().run_in_executor(self.compilers, work)
 
     async def beside[T](self, count: int, work: Callable[[], T]) -> T:
         """What `work` gives, which so many tokens or messages take: off the event loop if they are

@@ -1,5 +1,6 @@
 """What one request may cost the event loop before it is refused, and what it is refused for."""
 
+import asyncio
 import random
 import threading
 import time
@@ -14,8 +15,9 @@ from starlette.testclient import TestClient
 from jflash.io.incremental import Incremental, held_back
 from jflash.server import app, chat, completions, conversation
 from jflash.server import service as services
+from jflash.server.forms import Form
 from jflash.server.requests import LONGEST_STOP, MOST_ANSWERS, MOST_STOPS
-from jflash.server.service import MANY
+from jflash.server.service import MANY, SHORT
 from jflash.serving.pipe.answering import COMPILERS, answer
 from jflash.serving.pipe.remote import Asked, Left
 from jflash.serving.request import Full, Request
@@ -174,6 +176,26 @@ def test_many_messages_and_tokens_are_written_beside_the_event_loop(
     answered = client.post(route, json={name: [each] * count})
     assert answered.status_code == 200, answered.text
     assert len(where) == 1 and (where[0] in loops) == (count <= MANY)
+
+
+def test_a_long_prompt_waits_for_no_grammar():
+    engine, compiler = Reciting(letters_tokenizer()), Compiler()
+    engine.max_context = 5000
+    given: Any = compiler
+    service = replace(service_of(engine, END), grammars=given)
+
+    async def both() -> None:
+        form = Form("regex", "a", "guided_regex")
+        waiting = [asyncio.create_task(service.grammar(form, thinks=False)) for _ in range(40)]
+        await asyncio.sleep(0)
+        prompt = service.prompt("a" * (SHORT + 1), True, "prompt")
+        try:
+            assert len(await asyncio.wait_for(prompt, 5)) == SHORT + 1
+        finally:
+            compiler.go_on.set()
+            await asyncio.gather(*waiting)
+
+    asyncio.run(both())
 
 
 class Engine:
