@@ -92,6 +92,8 @@ class Completion(Asked, kw_only=True):
     suffix: str | None = None
     logprobs: Few | None = None  # the number of most probable tokens
     response_format: dict[str, Any] | None = None
+    max_completion_tokens: Any = None
+    max_output_tokens: Any = None
 
 
 class Part(Struct):
@@ -129,6 +131,7 @@ class Chat(Asked, kw_only=True):
     messages: Annotated[list[Message], Meta(min_length=1)]
     max_tokens: Natural | None = None
     max_completion_tokens: Natural | None = None
+    max_output_tokens: Any = None
     stop: Text | list[Text] | None = None
     stop_token_ids: list[TokenId] | None = None
     stream_options: StreamOptions | None = None
@@ -174,6 +177,12 @@ class Responses(Asked, kw_only=True):
     max_tool_calls: int | None = None
     top_logprobs: int | None = None
     metadata: dict[str, str] | None = None  # comes back
+    messages: Any = None
+    max_tokens: Any = None
+    max_completion_tokens: Any = None
+    response_format: Any = None
+    reasoning_effort: Any = None
+    stop: Any = None
 
 
 class Tokenize(Struct, kw_only=True):
@@ -227,6 +236,21 @@ NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
 }
 
 
+# Fields of other routes, and what says the same here.
+ELSEWHERE: dict[type, dict[str, str]] = {
+    Completion: dict.fromkeys(("max_completion_tokens", "max_output_tokens"), "give max_tokens"),
+    Chat: {"max_output_tokens": "give max_completion_tokens"},
+    Responses: {
+        "messages": "give input",
+        "max_tokens": "give max_output_tokens",
+        "max_completion_tokens": "give max_output_tokens",
+        "response_format": "give text.format",
+        "reasoning_effort": "give reasoning.effort",
+        "stop": "an answer of this route has no stop texts",
+    },
+}
+
+
 def read[R: Struct](body: bytes, kind: type[R]) -> R:
     """The request in a body; ApiError with the field's name for what is wrong."""
     try:
@@ -235,6 +259,9 @@ def read[R: Struct](body: bytes, kind: type[R]) -> R:
         raise named(str(error), body) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(bad_json.why(body, error), code="invalid_json") from None
+    for name, why in ELSEWHERE.get(kind, {}).items():
+        if getattr(value, name) not in (None, []):
+            raise unsupported(name, why)
     for name in kind.__struct_fields__:
         given = getattr(value, name)
         if given is None or name not in NEUTRAL:

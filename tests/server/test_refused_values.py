@@ -52,3 +52,31 @@ def test_a_compressed_body_is_refused_by_its_coding(client, coding):
     headers = {"Content-Encoding": "identity"}
     asked = {"prompt": "ab", "model": "none"}
     assert error_of(client.post(TEXT, json=asked, headers=headers), 404)["param"] == "model"
+
+
+@pytest.mark.parametrize(
+    ("route", "field", "value", "why"),
+    [
+        ("completions", "max_completion_tokens", 9, "give max_tokens"),
+        ("completions", "max_output_tokens", 9, "give max_tokens"),
+        ("chat/completions", "max_output_tokens", 9, "give max_completion_tokens"),
+        ("responses", "max_tokens", 9, "give max_output_tokens"),
+        ("responses", "max_completion_tokens", 9, "give max_output_tokens"),
+        ("responses", "messages", ["ab"], "give input"),
+        ("responses", "response_format", {"type": "json_object"}, "give text.format"),
+        ("responses", "reasoning_effort", "low", "give reasoning.effort"),
+        ("responses", "stop", ["a"], "no stop texts"),
+    ],
+)
+def test_a_field_of_another_route_would_be_lost(client, route, field, value, why):
+    names = {"completions": "prompt", "chat/completions": "messages", "responses": "input"}
+    turns = [{"role": "user", "content": "ab"}]
+    asked = {names[route]: "ab" if route == "completions" else turns, field: value}
+    error = error_of(client.post(f"/v1/{route}", json=asked))
+    assert (error["param"], error["code"]) == (field, "unsupported_parameter")
+    assert why in error["message"]
+
+
+def test_what_changes_nothing_may_have_any_name(client):
+    asked = {"input": "ab", "max_tokens": None, "stop": [], "model": "none"}
+    assert error_of(client.post("/v1/responses", json=asked), 404)["param"] == "model"
