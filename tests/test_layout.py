@@ -53,6 +53,8 @@ FILES = sorted(
 
 def floor(module: str) -> int | None:
     """The level of the longest room name that holds the module; None for other people's code."""
+    if module == "jflash.__main__":  # which Python wants there: it is the command line's door
+        module = "jflash.cli"
     fits = [
         (len(room), level)
         for level, rooms in enumerate(ROOMS)

@@ -160,6 +160,18 @@ def test_a_script_is_the_command_of_its_own_tree(tmp_path):
         assert err == f"{ROOT / 'jflash' / 'cli' / 'main.py'}\n"
 
 
+def test_python_m_is_the_console_command():
+    def module(*argv: str) -> tuple[int, str, str]:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-P", "-m", "jflash", *argv]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        return done.returncode, done.stdout, done.stderr
+
+    calls = [["--help"], ["generate", "--loud"]]
+    for argv, (code, out, err, _) in zip(calls, outcomes("main", calls), strict=True):
+        assert module(*argv) == (code, out, err)
+
+
 def test_another_process_imports_the_same_jflash(tmp_path, monkeypatch):
     """Ours is found by the folder that we are in, and the other's folder holds another one."""
     (tmp_path / "jflash.py").write_text("")
