@@ -42,10 +42,18 @@ class Parser(argparse.ArgumentParser):
         super().__init__(
             prog, None, description, epilog, formatter_class=layout, allow_abbrev=False
         )
+        self.register("type", Path, _path)
         self.add_argument("--version", action=_Version, nargs=0, help="print it and exit")
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
+
+
+def _path(text: str) -> Path:
+    """A path. An empty one, as of a variable that is not set, would be the folder we are in."""
+    if not text:
+        raise argparse.ArgumentTypeError("'' names no file and no folder: give a path")
+    return Path(text)
 
 
 class _Version(argparse.Action):

@@ -125,6 +125,23 @@ def test_options(refused, argv, named):
     refused(argv, named)
 
 
+@pytest.mark.parametrize("command", main.COMMANDS)
+def test_an_empty_path_is_not_the_folder_that_we_are_in(command):
+    parser = main.make_parser(command)
+    for action in parser._actions:
+        if action.type is Path:
+            first = action.option_strings[:1] or ["SRC"]
+            count = action.nargs if isinstance(action.nargs, int) else 1
+            with pytest.raises(ValueError, match="'' names no file and no folder"):
+                parser.parse_args([*first, *[""] * count])
+
+
+def test_an_empty_output_writes_nothing(tmp_path, monkeypatch, refused):
+    monkeypatch.chdir(tmp_path)
+    argv = ["--dataset", "gsm8k", "--output", ""]
+    refused(argv, "argument --output: '' names no file and no folder", command="evaluate")
+
+
 LINES = [
     ("{", "is not JSON"),
     ("[1]", "is not a JSON object"),
