@@ -4,8 +4,10 @@ import operator
 from collections.abc import Iterable, Sequence
 from numbers import Integral
 
+from jflash.compiled.shape import PREFILL_CHUNK, Shape, state_bytes
 from jflash.pair import Models
 from jflash.records.decoding import Decoding, whole
+from jflash.system.device import device_memory
 
 
 def check_request(models: Models, prompt: Sequence[int], decoding: Decoding) -> None:
@@ -56,3 +58,21 @@ def check_keys(seed: int, indices: Iterable[int], prefill_chunk: int) -> None:
             raise ValueError(f"{name} {value} must be a whole number within 0 … {2**32 - 1}")
     if whole("prefill_chunk", prefill_chunk) < 1:
         raise ValueError(f"prefill_chunk must be at least 1, got {prefill_chunk}")
+
+
+def check_chunk(models: Models, prefill_chunk: int) -> None:
+    """ValueError for a chunk that no prompt fills, for which a pass would only take memory."""
+    positions = min(c.max_position_embeddings for c in models.configs)
+    if prefill_chunk > max(positions, PREFILL_CHUNK):
+        why = f"a prompt has no more tokens than the model's {positions} positions"
+        raise ValueError(f"prefill_chunk {prefill_chunk}: {why}")
+
+
+def check_state(models: Models, shape: Shape) -> None:
+    """ValueError for a state that by itself takes more memory than the device has."""
+    takes, limit = state_bytes(models, shape), device_memory()
+    if limit is not None and takes > limit:
+        raise ValueError(
+            f"{shape.batch} sequences of a capacity of {shape.capacity} tokens take "
+            f"{takes / 1e9:.3g} GB, and JAX may use {limit / 1e9:.3g} GB: give fewer of either"
+        )

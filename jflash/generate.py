@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jflash.budget.row_choice import ChosenRows, programs_for
-from jflash.checks import check_keys, check_request
+from jflash.checks import check_chunk, check_keys, check_request, check_state
 from jflash.compiled.programs import Programs, Report
 from jflash.compiled.shape import PREFILL_CHUNK, Shape, capacity_for, make_request, new_state
 from jflash.pair import Models, Params
@@ -234,6 +234,7 @@ def _start(
     for prompt, decoding in zip(prompts, decodings, strict=True):
         check_keys(decoding.seed, (first_index, first_index + len(prompts) - 1), chunk)
         check_request(pair.models, prompt, decoding)
+    check_chunk(pair.models, chunk)
     models = models_for(pair.models, decodings)
     longest, new = max(map(len, prompts)), max(d.max_new_tokens for d in decodings)
     need = capacity_for(longest, new, models.block_size, chunk)
@@ -241,6 +242,7 @@ def _start(
         raise ValueError(f"capacity {capacity} is below the {need} slots that the request needs")
     stops = max(len(d.stop_token_ids) for d in decodings)
     shape = Shape.of(len(prompts), capacity or need, stops, chunk)
+    check_state(models, shape)
     begin = time.perf_counter()
     programs = programs_for(models, pair.params, shape)
     # Empty state and keys compile at their first call too, so they come before the clock's mark.

@@ -67,6 +67,13 @@ def new_state(models: Models, shape: Shape) -> State:
     return jax.block_until_ready(_made_state(models, shape))
 
 
+@functools.cache
+def state_bytes(models: Models, shape: Shape) -> int:
+    """The bytes that a state takes of each device."""
+    state = jax.eval_shape(functools.partial(_new_state, local(models), shape))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _made_state(models: Models, shape: Shape) -> State:
     make = functools.partial(_new_state, local(models), shape)

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jflash import checks
 from jflash.generate import generate
 from jflash.records.decoding import Decoding
 from jflash.serving.engine import Engine
@@ -163,5 +164,17 @@ def test_an_empty_array_has_no_prompts(pair):
      ({"sampling": None}, "sampling None must be of the type Sampling")],
 )  # fmt: skip
 def test_options_of_another_type_are_refused_by_name(pair, options, why):
+    with pytest.raises(ValueError, match=why):
+        generate(pair, [[5, 6]], **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("capacity", "1 sequences of a capacity of 100000000000 tokens take"),
+     ("prefill_chunk", "prefill_chunk 100000000000: a prompt has no more tokens")],
+)  # fmt: skip
+def test_sizes_that_no_device_holds_are_refused(pair, monkeypatch, name, why):
+    monkeypatch.setattr(checks, "device_memory", lambda: 10**9)
+    options: Any = {name: 10**11}
     with pytest.raises(ValueError, match=why):
         generate(pair, [[5, 6]], **options)
