@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from jflash.checks import check_chunk
 from jflash.compiled.shape import Shape
 from jflash.generate import Pair, check_pair
 from jflash.memory import used_memory
@@ -33,6 +34,7 @@ from jflash.serving.limits import (
     checked_counts,
     checked_kinds,
 )
+from jflash.serving.paging.room import check_room
 from jflash.serving.paging.states import states_kept
 from jflash.serving.request import KEYS, Request, Result
 from jflash.serving.stats import Stats
@@ -40,6 +42,7 @@ from jflash.serving.thread.job import Job
 from jflash.serving.thread.loop import Loop
 from jflash.serving.thread.work import Work
 from jflash.serving.weights import replacing
+from jflash.system.device import device_memory
 from pallas_kernels.block_attention import PAGE
 
 # Tokens of prompts between two calls, as long as STALL allows. With 512 a burst fills its slots
@@ -101,6 +104,7 @@ class Engine:
             prefill_chunk = engine_chunk(pair.models, columns * PAGE)
         if self.max_context > positions:
             raise ValueError(f"max_context {max_context} passes the model's {positions} positions")
+        check_chunk(pair.models, prefill_chunk)
         refusal = refusal_of_prompts(pair.models)
         if refusal and (prompts_at_once or 1) > 1:
             raise ValueError(f"prompts_at_once {prompts_at_once}: {refusal}")
@@ -116,6 +120,10 @@ class Engine:
         steps = steps_of_call(pair.models, steps_per_call)
         layout = Layout(shape, pages, steps, kinds, states, prompts_at_once, counts, ahead)
         self._layout = settled(pair.models, layout)
+        if (prompts_at_once or 1) > self._layout.slots:
+            slots = f"there are {self._layout.slots} slots"
+            raise ValueError(f"prompts_at_once {prompts_at_once}: {slots}")
+        check_room(pair.models, self._layout, device_memory())
         burst, salt = burst_of(pair.models, shape, prefill_between), pair.models.dtype.encode()
         self._loop = Loop(pair.models, pair.params, self._layout, salt, burst, STALL)
         self._work = Work(self._loop, max_queue)

@@ -16,6 +16,7 @@ import pytest
 
 from jflash.generate import generate
 from jflash.records.decoding import Decoding, Sampling
+from jflash.serving import engine as engine_module
 from jflash.serving import limits
 from jflash.serving.engine import Engine
 from jflash.serving.request import Full, Request
@@ -159,6 +160,22 @@ def test_sizes_and_kinds_that_cannot_be_are_refused_by_name(pair, name, value):
     wrong: dict[str, Any] = {name: value}
     with pytest.raises(ValueError, match=f"^{name} "):
         Engine(pair, **wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("max_batch", "max_batch {} with "), ("pages", "max_batch 1 with {} pages"),
+        ("max_stop_ids", "fewer pages, states or max_stop_ids"),
+        ("prefill_chunk", "prefill_chunk {}: a prompt has no more tokens"),
+        ("prompts_at_once", "prompts_at_once {}: there are 1 slots"),
+    ],
+)  # fmt: skip
+def test_sizes_that_no_device_holds_are_refused(pair, monkeypatch, name, why):
+    monkeypatch.setattr(engine_module, "device_memory", lambda: 10**9)
+    sizes: dict[str, Any] = {"max_batch": 1, "max_context": 64} | {name: 10**11}
+    with pytest.raises(ValueError, match=why.format(10**11)):
+        Engine(pair, **sizes)
 
 
 @pytest.mark.parametrize("name", ["a/model", None])

@@ -15,8 +15,9 @@ from jflash.pair import Models
 from jflash.serving.calls.constrained import kept_bytes
 from jflash.serving.calls.layout import Layout, engine_chunk, pass_rows, settled, steps_of_call
 from jflash.serving.calls.slots import empty_state
-from jflash.serving.paging.copies import empty_copies
+from jflash.serving.paging.copies import Copy, empty_copies
 from jflash.serving.paging.states import states_kept
+from jflash.state import State
 from pallas_kernels.block_attention import PAGE
 
 
@@ -99,6 +100,24 @@ def pages_within(
             "pages or memory"
         )
     return min(wanted, most)
+
+
+def check_room(models: Models, layout: Layout, limit: int | None) -> None:
+    """ValueError if the slots, pages and copies of an engine by themselves pass `limit` bytes.
+
+    They are counted exactly, so that nothing is refused that `limit` bytes hold.
+    """
+
+    def held() -> tuple[State, tuple[Copy, ...]]:
+        return empty_state(local(models), layout), empty_copies(local(models), layout)
+
+    takes = tree_bytes(jax.eval_shape(held))
+    if limit is not None and takes > limit:
+        raise ValueError(
+            f"max_batch {layout.shape.batch} with {layout.page_count} pages of {PAGE} tokens takes "
+            f"{_gb(takes)}, and JAX may use {_gb(limit)}: give a smaller max_batch, "
+            "or fewer pages, states or max_stop_ids"
+        )
 
 
 def _gb(count: int) -> str:
