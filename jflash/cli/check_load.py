@@ -7,14 +7,17 @@ from typing import Any
 from jflash.cli.command import require
 from jflash.cli.generate import configured, loaded
 from jflash.cli.options.pair import shared_note
+from jflash.cli.options.values import option_name, refuse
 from jflash.generate import Pair
 from jflash.io import default_dtype
+from jflash.pair import Models
 from jflash.proof.cases import load_case
 from jflash.proof.devices import shared_pair
 from jflash.proof.forms import grammars, letters
 from jflash.proof.under_load import Load, compared
 from jflash.serving.grammar import Grammar
-from jflash.system.device import describe_device
+from jflash.serving.paging.room import pages_within
+from jflash.system.device import describe_device, device_memory
 
 
 def random_pair(args: argparse.Namespace) -> tuple[Pair, list[Grammar]]:
@@ -24,6 +27,7 @@ def random_pair(args: argparse.Namespace) -> tuple[Pair, list[Grammar]]:
     tokenizer, end = letters()
     vocabulary = case.models.target.config.vocab_size
     models, params = case.models, case.params
+    check_engine(models, args)
     if args.tensor_parallel > 1:
         shared = args.tensor_parallel, args.experts_over, args.batch
         models, params = shared_pair(models, params, *shared)
@@ -33,10 +37,22 @@ def random_pair(args: argparse.Namespace) -> tuple[Pair, list[Grammar]]:
 def real_pair(args: argparse.Namespace) -> tuple[Pair, list[Grammar]]:
     """The pair of the options, and forms of its tokenizer."""
     files = configured(args, args.batch)
+    check_engine(files.models, args)
     tokenizer = files.target.tokenizer()
     vocabulary = files.models.target.config.vocab_size
     forms = grammars(tokenizer, vocabulary, files.target.stop_ids(tokenizer))
     return loaded(files, progress=False), forms
+
+
+def check_engine(models: Models, args: argparse.Namespace) -> None:
+    """ValueError for sizes that the models or the device cannot have."""
+    positions = min(config.max_position_embeddings for config in models.configs)
+    for name in ("context", "prefill_chunk"):
+        size = getattr(args, name)
+        why = f"the pair has {positions} positions"
+        refuse(size > positions, f"{option_name(name)} {size}: {why}")
+    sizes = args.batch, args.context, args.pages
+    pages_within(models, *sizes, device_memory(), args.steps_per_call)
 
 
 def run(args: argparse.Namespace) -> Generator[dict[str, Any], None, int]:

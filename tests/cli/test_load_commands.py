@@ -2,6 +2,7 @@
 
 import pytest
 
+from jflash.cli import check_load
 from jflash.cli.command import Parser
 from jflash.cli.main import main
 from jflash.cli.options import serve, soak
@@ -12,6 +13,7 @@ from jflash.proof.soak import GROWTH, Soak, problems_of
 from jflash.serving.calls.layout import STEPS_OF_SMALL, STEPS_PER_CALL
 from pallas_kernels import block_attention
 
+MANY = 10**11
 WORDS = (
     "--target T --drafter D --dtype float32 --quantised dequantised --drafter-dtype float8 "
     "--attention-backend xla --block-size 4 --verify-rows 9 --tensor-parallel 2 "
@@ -80,4 +82,20 @@ def test_a_soak_sees_memory_that_grows(gained, why):
 def test_check_load_refuses(capsys, options, why):
     assert PAGE == block_attention.PAGE
     assert main(["check-load", *options.split()]) == 2
+    assert why in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (f"--context {MANY} --pages {MANY}", f"--context {MANY}: the pair has 2048 positions"),
+        (f"--prefill-chunk {MANY}", f"--prefill-chunk {MANY}: the pair has 2048 positions"),
+        (f"--batch {MANY}", f"{MANY} slots"),
+        (f"--pages {MANY}", f"{MANY} pages do not fit"),
+    ],
+)
+def test_check_load_refuses_before_it_reads_weights(capsys, monkeypatch, options, why):
+    monkeypatch.setattr(check_load, "device_memory", lambda: 10**9)
+    monkeypatch.setattr(check_load, "loaded", None)
+    assert main(["check-load", "--dtype", "float32", *options.split()]) == 2
     assert why in capsys.readouterr().err
