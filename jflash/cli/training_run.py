@@ -7,6 +7,7 @@ import jax
 
 from jflash.cli.command import Options
 from jflash.cli.options.train import SECOND, drafter_form
+from jflash.cli.options.values import option_name, refuse
 from jflash.cli.training_data import read_held_out, read_prompts
 from jflash.generate import Pair
 from jflash.io import (
@@ -19,13 +20,16 @@ from jflash.io import (
     open_checkpoint,
     pair_models,
 )
+from jflash.io.hf_values import KINDS
 from jflash.io.hf_write import to_hf_config
 from jflash.memory import check_decoding
 from jflash.models.decoder import Target
 from jflash.records.config import Drafter2Config, DrafterConfig, second_version
+from jflash.system.device import device_memory
 from jflash.training.attention import training_backend
 from jflash.training.data import Conversation
 from jflash.training.drafter import (
+    check_memory,
     check_sizes,
     check_trainable,
     default_mask_token_id,
@@ -33,6 +37,8 @@ from jflash.training.drafter import (
 )
 from jflash.training.recipe import Objective
 from jflash.training.records import split_held_out, without_held_out
+
+KEYS = {"num_layers": "num_hidden_layers"}  # of a config.json, where the option has another name
 
 
 class Prepared(NamedTuple):
@@ -83,6 +89,7 @@ def prepare(args: Options) -> Prepared:
     named = args.training_attention  # refused here if it cannot run, before the answers
     training_backend(named, (target.config, config), default_dtype(), platform)
     check_sizes(target.config, args.row_length, args.anchors)
+    check_memory(config, args.batch, args.row_length, device_memory())
     records = read_prompts(args, tokenizer, target, stops)
     held = read_held_out(args, tokenizer, target)
     if held:
@@ -106,6 +113,10 @@ def check_apart(source: Checkpoint, output: Path) -> None:
 def drafter_for(args: Options, target: Target, tokenizer: Any) -> DrafterConfig:
     """The config of --init-from's drafter, or of a new one in the form of the options."""
     form = drafter_form(args)
+    for name, value in form.items():  # what a config.json could not say would never be read again
+        kind = KINDS.get(KEYS.get(name, name))
+        wrong = kind is not None and value is not None and not kind.holds(value)
+        refuse(wrong, f"{option_name(name)} {value}: {kind.words if kind else ''}")
     if args.init_from is not None:
         source = open_checkpoint(args.init_from)
         drafter = pair_models(args.target, source).drafter

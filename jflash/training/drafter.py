@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jflash.memory import FLOAT32
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
+from jflash.models.params import abstract_params
 from jflash.records.config import (
     DecoderConfig,
     DrafterConfig,
@@ -136,6 +138,24 @@ def check_sizes(target: TargetConfig, row_length: int, anchors: int) -> None:
     positions = target.max_position_embeddings
     if row_length > positions:
         raise ValueError(f"rows of {row_length} tokens pass the target's {positions} positions")
+
+
+def check_memory(config: DrafterConfig, rows: int, row_length: int, limit: int | None) -> None:
+    """ValueError, before answers are made, if the least that a step takes passes `limit` bytes.
+
+    These are float32 weights with gradients and a moment, and the embeddings of a device's rows;
+    all that a step takes is known when it is compiled.
+    """
+    leaves = jax.tree.leaves(abstract_params(config))
+    weights = 3 * FLOAT32 * sum(leaf.size for leaf in leaves)
+    tokens = rows * row_length // jax.device_count()
+    embeddings = tokens * config.hidden_size * jnp.dtype(jnp.bfloat16).itemsize
+    if limit is not None and weights + embeddings > limit:
+        raise ValueError(
+            f"the drafter's training takes {weights / 1e9:.3g} GB, and {rows} rows of {row_length} "
+            f"tokens {embeddings / 1e9:.3g} GB of each device, which has {limit / 1e9:.3g} GB: "
+            "give a smaller drafter, fewer rows or shorter ones"
+        )
 
 
 class Lesson(NamedTuple):

@@ -10,6 +10,7 @@ from typing import NamedTuple
 OPTIMIZERS = ("adamw", "muon")
 LOSSES = ("ce", "kl", "tv")
 WEIGHTS = ("decay", "dpace")
+MOST_STEPS = 2**31 - 1  # the device counts them as int32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,8 @@ class TrainConfig:
         for name in ("steps", "batch_size", "steps_per_call", "checkpoint_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.steps > MOST_STEPS:
+            raise ValueError(f"steps must be at most {MOST_STEPS}, got {self.steps}")
         if not 0 < self.learning_rate < inf:
             raise ValueError(f"learning_rate must be positive and finite, got {self.learning_rate}")
         if not 0 <= self.weight_decay < inf:

@@ -67,6 +67,7 @@ def place(tmp_path_factory) -> Path:
     return folder
 
 
+MANY = 10**11
 FLAG = object()  # of an option without a value
 NO_LOOK: dict[str, object] = {"eval_every": 0, "held_out": None}
 
@@ -285,6 +286,11 @@ def test_bad_input_is_a_line(place, capsys):
         ({"answer_temperature": "-1"}, "temperature"),
         ({"mask_token_id": 300}, "mask_token_id 300"),
         ({"row_length": 0}, "--row-length 0: at least 1"),
+        ({"steps": MANY}, f"steps must be at most 2147483647, got {MANY}"),
+        ({"batch": MANY}, f"{MANY} rows of 96 tokens"),
+        ({"num_layers": MANY}, f"--num-layers {MANY}: a whole number from 1 to 1024"),
+        ({"block_size": 1025}, "--block-size 1025: a whole number from 0 to 1024"),
+        ({"intermediate_size": 10**9}, "the drafter's training takes"),
         ({"target_layer_ids": "1,1"}, "target_layer_ids [1, 1] repeat a layer"),
         ({"num_layers": 9}, "num_layers 9: for a target of 2 layers the published rule gives"),
         ({"init_from": place / "drafter"}, "--num-layers: the drafter of --init-from is as it is"),
