@@ -20,12 +20,12 @@ SEPARATOR = r"(?:\{,\}|\\[,;:! ]|[ \u00a0\u202f\u2009~'\u2019_])"  # of thousand
 POWER = r"\^(?:\{-?\d+\}|-?\d+)"
 # A dash after a digit or a letter is no sign: the last number of "18-20 days" is 20.
 # The sign may be Unicode's minus, and no digit need stand before the point: −18, $.50.
-# What belongs to a number is no number of its own: 1 000, 2 million, 3 x 10^6, 18 cm^2, 1e6.
+# What belongs to a number is no number of its own: 1 000, 2 million, 3 x 10^6, 18 cm^2, 1e6, 5:05.
 NUMBER = re.compile(
     rf"(?:(?<![\w)])[-\u2212])?(?P<sign>{SIGNS})?(?<![\^\d])(?<!\^[-{{])(?<!\^\{{-)(?:"
     rf"(?<![\w.,])[1-9]\d{{0,2}}(?:{SEPARATOR}\d{{3}})+(?!{SEPARATOR}?\d|-[A-Za-z])(?:\.\d+)?"
     r"|\d[\d,]*(?:\.\d+)?|(?<![\w.])\.\d+)"
-    rf"(?:/\d+|[eE][+-]?\d+\b|{POWER}|\s?(?:\\times|\\cdot|[x\u00d7*])\s?10{POWER})?"
+    rf"(?:/\d+|(?::\d+)+|[eE][+-]?\d+\b|{POWER}|\s?(?:\\times|\\cdot|[x\u00d7*])\s?10{POWER})?"
     rf"(?:{SCALE}|(?(sign)(?i:{'|'.join(LETTERS)})\b|))?"
 )
 SCALED = re.compile(
