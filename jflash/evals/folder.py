@@ -54,15 +54,20 @@ def check_settings(folder: Path, settings: dict[str, Any]) -> None:
         if any((folder / name).exists() for name in LINES):
             raise ValueError(f"{folder} holds answers without a {SETTINGS}: give another folder")
         return
+    there = _object(file)
+    wanted = json.loads(json.dumps(settings))
+    advice = "give another --output, or --overwrite"
+    _check_same(folder, there, wanted, [*wanted, *there], advice)
+
+
+def _object(file: Path) -> dict[str, Any]:
     try:
         there = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{file} is not valid JSON: {error}") from None
     if not isinstance(there, dict):
         raise ValueError(f"{file} is no JSON object: give another folder")
-    wanted = json.loads(json.dumps(settings))
-    advice = "give another --output, or --overwrite"
-    _check_same(folder, there, wanted, [*wanted, *there], advice)
+    return there
 
 
 def _check_same(
@@ -84,7 +89,7 @@ def finished_answers(folder: Path, settings: dict[str, Any]) -> list[dict[str, A
     """
     if not (folder / SETTINGS).is_file() or not (folder / "summary.json").is_file():
         raise ValueError(f"{folder} holds no finished run: there is no {SETTINGS} or summary.json")
-    there = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+    there = _object(folder / SETTINGS)
     _check_same(folder, there, settings, ALIKE, "their answers need not be the same")
     rules = {there.get("draft_rule"), settings["draft_rule"]}
     if settings["temperature"] and rules != {"greedy"}:
@@ -92,9 +97,13 @@ def finished_answers(folder: Path, settings: dict[str, Any]) -> list[dict[str, A
             "drafts drawn from q decide which tokens are drawn: above temperature 0 runs compare "
             "only under --draft-rule greedy"
         )
-    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    summary = _object(folder / "summary.json")
     answers = read_answers(folder / "answers.jsonl")
-    expected = summary["acceptance"]["all"]["prompts"]
+    try:
+        expected = summary["acceptance"]["all"]["prompts"]
+    except (KeyError, TypeError):
+        why = "does not say how many answers there are"
+        raise ValueError(f"{folder / 'summary.json'} {why}: run that command again") from None
     if len(answers) != expected:
         raise ValueError(
             f"{folder / 'answers.jsonl'} has {len(answers)} answers, its summary {expected}: "
