@@ -26,14 +26,22 @@ OWN = 16  # digits in the name of a process's own place
 FORGOTTEN = 24 * 3600.0  # seconds after the last write to it
 
 
-def replacing(path: Path) -> contextlib.AbstractContextManager[Path]:
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
     """Gives a block a place beside `path` to write to; it becomes `path` if the block ends well.
 
     If not, it is removed and `path` stays as it was. Several processes may write it at once, each
-    in a place of its own: the last one's stays.
+    in a place of its own: the last one's stays. An OSError about that place names `path`.
     """
     _remove_forgotten(path)
-    return _becoming(path, path.with_name(f".{path.name}.{secrets.token_hex(OWN // 2)}.part"))
+    place = path.with_name(f".{path.name}.{secrets.token_hex(OWN // 2)}.part")
+    try:
+        with _becoming(path, place) as part:
+            yield part
+    except OSError as error:
+        if error.errno is None or error.filename not in (None, str(place)):
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def _remove_forgotten(path: Path) -> None:

@@ -201,6 +201,24 @@ def test_a_full_disc_is_told_with_the_file_that_was_appended_to(tmp_path):
     assert read_lines(file) == [{"index": 0}]
 
 
+def test_a_full_disc_is_told_with_the_file_that_was_replaced(tmp_path):
+    file, before = tmp_path / "a.json", resource.getrlimit(resource.RLIMIT_FSIZE)
+    write_json(file, "old")
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8, before[1]))
+        with pytest.raises(OSError, match=r"File too large: '.*/a\.json'$"):
+            write_json(file, "x" * 64)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert file.read_text() == '"old"\n' and list(tmp_path.iterdir()) == [file]
+    other = OSError(5, "not of the place", "other")
+    with pytest.raises(OSError, match="other"), replacing(file):
+        raise other
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError, match=r"'.*/folder'$"), replacing(tmp_path / "folder") as part:
+        part.write_text("a")
+
+
 def test_lines_are_appended_after_the_last_whole_one(tmp_path):
     file = tmp_path / "answers.jsonl"
     assert read_lines(file) == []
