@@ -221,7 +221,10 @@ def save_safetensors(
         edges = np.cumsum([part.shape[0] for part in parts])[:-1]
         for part, piece in zip(parts, np.split(rows, edges), strict=True):
             tensors[part.name] = np.ascontiguousarray(piece)
-    save_file(tensors, file, metadata={"format": "pt"})
+    try:
+        save_file(tensors, file, metadata={"format": "pt"})
+    except SafetensorError as error:  # such as a full disc, which is no OSError there
+        raise ValueError(f"cannot write the weights to {file.parent}: {error}") from error
 
 
 def _files(folder: Path) -> list[Path]:

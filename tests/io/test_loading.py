@@ -3,6 +3,7 @@
 import json
 import os
 import pkgutil
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -55,6 +56,21 @@ def error_of(folder: Path, load=load_target) -> str:
     with pytest.raises(ValueError) as error:
         load(folder)
     return str(error.value)
+
+
+def test_a_full_disc_is_told_and_leaves_the_old_weights(pair):
+    drafter, params = load_drafter(pair.drafter, "float32")
+    weights, before = pair.drafter / "model.safetensors", resource.getrlimit(resource.RLIMIT_FSIZE)
+    old = weights.read_bytes()
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+        with pytest.raises(
+            ValueError, match=r"cannot write the weights to .*/drafter: .*too large"
+        ):
+            save_checkpoint(pair.drafter, drafter.config, params)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert weights.read_bytes() == old and not [*pair.drafter.glob(".*")]
 
 
 def test_every_tensor_lands_in_its_leaf(pair):
