@@ -236,12 +236,15 @@ def _start(
         check_request(pair.models, prompt, decoding)
     check_chunk(pair.models, chunk)
     models = models_for(pair.models, decodings)
-    longest, new = max(map(len, prompts)), max(d.max_new_tokens for d in decodings)
+    # As Python's own: numbers of NumPy have no bit_length.
+    chunk, new = int(chunk), max(int(d.max_new_tokens) for d in decodings)
+    longest = max(map(len, prompts))
     need = capacity_for(longest, new, models.block_size, chunk)
-    if capacity is not None and whole("capacity", capacity) < need:
+    capacity = need if capacity is None else whole("capacity", capacity)
+    if capacity < need:
         raise ValueError(f"capacity {capacity} is below the {need} slots that the request needs")
     stops = max(len(d.stop_token_ids) for d in decodings)
-    shape = Shape.of(len(prompts), capacity or need, stops, chunk)
+    shape = Shape.of(len(prompts), capacity, stops, chunk)
     check_state(models, shape)
     begin = time.perf_counter()
     programs = programs_for(models, pair.params, shape)

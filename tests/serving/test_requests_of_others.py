@@ -168,6 +168,15 @@ def test_options_of_another_type_are_refused_by_name(pair, options, why):
         generate(pair, [[5, 6]], **options)
 
 
+def test_sizes_may_be_numpys(pair):
+    plain: Any = {"max_new_tokens": 130, "prefill_chunk": 64, "capacity": 512}
+    numpys: Any = {name: np.int64(size) for name, size in plain.items()}
+    [want], [got] = (generate(pair, [[5, 6]], **options) for options in (plain, numpys))
+    assert got.token_ids == want.token_ids and len(want.token_ids) == 130
+    del numpys["capacity"], numpys["prefill_chunk"]
+    assert generate(pair, [[5, 6]], **numpys)[0].token_ids == want.token_ids
+
+
 @pytest.mark.parametrize(
     ("name", "why"),
     [("capacity", "1 sequences of a capacity of 100000000000 tokens take"),
