@@ -1,7 +1,7 @@
 """What is refused before anything runs: requests a pair cannot serve, and keys out of range."""
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from numbers import Integral
 
 from jflash.compiled.shape import PREFILL_CHUNK, Shape, state_bytes
@@ -32,9 +32,11 @@ def check_ids(models: Models, prompt: Sequence[int], stops: Sequence[int]) -> No
     """ValueError for an empty prompt, and for ids that the models do not read."""
     vocabulary = models.target.config.vocab_size
     try:
-        empty = not len(prompt)
+        empty, listed = not len(prompt), not isinstance(prompt, Set | Mapping | bytes)
     except TypeError:  # such as a token of one prompt, given in place of several prompts
-        raise ValueError(f"the prompt {prompt!r:.80} is no list of token ids") from None
+        empty, listed = False, False
+    if not listed:
+        raise ValueError(f"the prompt {prompt!r:.80} is no list of token ids")
     if empty:
         raise ValueError("the prompt is empty: give at least one token")
     for name, given in (("token id", prompt), ("stop token id", stops)):

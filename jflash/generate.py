@@ -8,6 +8,7 @@ ids; text belongs to jflash.io.
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import jax
@@ -214,11 +215,18 @@ def _one_each(
     decoding: Decoding | Sequence[Decoding], prompts: Sequence, options: dict[str, Any]
 ) -> list[Decoding]:
     """A decoding for each prompt, with `options` in place of its fields of these names."""
-    if not len(prompts):
+    for name, given in (("prompts", prompts), ("decoding", decoding)):
+        if not isinstance(given, Decoding) and not hasattr(given, "__len__"):
+            raise ValueError(f"{name} {given!r:.80} must be a list with one for each text")
+    count = len(prompts)
+    if not count:
         raise ValueError("no prompts given")
-    all = [decoding] * len(prompts) if isinstance(decoding, Decoding) else list(decoding)
-    if len(all) != len(prompts):
-        raise ValueError(f"{len(all)} decodings for {len(prompts)} prompts: give one or each")
+    all = [decoding] * count if isinstance(decoding, Decoding) else list(decoding)
+    for each in all:
+        if not isinstance(each, Decoding):
+            raise ValueError(f"decoding {each!r:.80} must be of the type Decoding")
+    if len(all) != count:
+        raise ValueError(f"{len(all)} decodings for {count} prompts: give one or each")
     return [replace(each, **options) for each in all]
 
 
@@ -265,7 +273,8 @@ def _start(
 def _kept(stop_when: StopWhen, ids: list[int]) -> int | None:
     """The number of new tokens that `stop_when` keeps; ValueError unless it is within them."""
     keep = stop_when(ids)
-    if keep is not None and not 1 <= keep <= len(ids):
+    whole_number = isinstance(keep, Integral)
+    if keep is not None and not (whole_number and 1 <= keep <= len(ids)):
         raise ValueError(f"stop_when returned {keep}: None, or a number within 1 … {len(ids)}")
     return keep
 

@@ -87,3 +87,5 @@ class Decoding:
             raise ValueError(f"stop_token_ids {self.stop_token_ids!r:.80} {why}") from None
         if not isinstance(self.sampling, Sampling):
             raise ValueError(f"sampling {self.sampling!r:.80} must be of the type Sampling")
+        if self.stop_when is not None and not callable(self.stop_when):
+            raise ValueError(f"stop_when {self.stop_when!r:.80} must be a function")

@@ -161,11 +161,28 @@ def test_an_empty_array_has_no_prompts(pair):
     [({"max_new_tokens": True}, "max_new_tokens must be a whole number"),
      ({"capacity": 1e9}, "capacity 1000000000.0 must be a whole number"),
      ({"sampling": 0.5}, r"sampling 0\.5 must be of the type Sampling"),
-     ({"sampling": None}, "sampling None must be of the type Sampling")],
+     ({"sampling": None}, "sampling None must be of the type Sampling"),
+     ({"decoding": {"seed": 1}}, "decoding 'seed' must be of the type Decoding"),
+     ({"decoding": 3}, "decoding 3 must be a list with one for each text"),
+     ({"decoding": None}, "decoding None must be a list with one for each text"),
+     ({"stop_when": 3}, "stop_when 3 must be a function"),
+     ({"stop_when": lambda ids: "x"}, "stop_when returned x: None, or a number")],
 )  # fmt: skip
 def test_options_of_another_type_are_refused_by_name(pair, options, why):
     with pytest.raises(ValueError, match=why):
         generate(pair, [[5, 6]], **options)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "why"),
+    [(({5} for _ in range(1)), "prompts <generator .* must be a list with one for each text"),
+     ([{5, 6}], "the prompt {5, 6} is no list of token ids"),
+     ([{5: 6}], "the prompt {5: 6} is no list of token ids"),
+     ([b"ab"], "the prompt b'ab' is no list of token ids")],
+)  # fmt: skip
+def test_what_is_no_list_of_prompts_is_refused(pair, prompts: Any, why):
+    with pytest.raises(ValueError, match=why):
+        generate(pair, prompts)
 
 
 def test_sizes_may_be_numpys(pair):
