@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from jflash.system.files import check_characters, json_lines
+from jflash.system.files import UTF_8, check_characters, json_lines
 
 TEST_FIELDS = ("question", "problem", "prompt", "text", "turns")
 SHARED_WORDS = 13  # in a row, with a test question
@@ -104,7 +104,7 @@ def question_prompts(file: Path) -> list[Prompt]:
 def svamp_prompts(file: Path) -> list[Prompt]:
     """SVAMP's stories with their questions."""
     try:
-        records = json.loads(file.read_text(encoding="utf-8"))
+        records = json.loads(file.read_text(encoding=UTF_8))
     except RecursionError:
         raise ValueError(f"{file} is not SVAMP's JSON here: it is nested too deep") from None
     except ValueError as error:

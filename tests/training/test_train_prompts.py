@@ -74,6 +74,16 @@ def test_collects_every_source_but_test_questions(files, tmp_path, capsys):
     assert command(*given, "--overwrite") == 0 and output.read_text() == before
 
 
+def test_files_with_a_mark_before_their_text_are_read(files, tmp_path, capsys):
+    """Some editors write it."""
+    for file in files.values():
+        file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+    output = tmp_path / "prompts.jsonl"
+    given = ["--svamp", files["svamp.json"], "--self-instruct", files["tasks.jsonl"]]
+    assert command("--output", output, *given) == 0, capsys.readouterr().err
+    assert len(output.read_text().splitlines()) == 3
+
+
 def test_equal_prompts_count_once():
     prompts = [Prompt("One two?", "a"), Prompt("one  TWO", "b"), Prompt("three", "b")]
     assert collected(prompts, []) == ([prompts[0], prompts[2]], 0)
