@@ -29,13 +29,20 @@ from jflash.training.self_written import user_prefix, write_prompts
 
 
 def from_files(args: Options) -> list[Prompt]:
-    prompts = gsm8k_prompts(args.gsm8k_train, args.variants, args.seed) if args.gsm8k_train else []
+    """The prompts of all files; ValueError for a file without one."""
+    prompts = list[Prompt]()
+    train = functools.partial(gsm8k_prompts, variants=args.variants, seed=args.seed)
     for read, files in (
+        (train, filter(None, [args.gsm8k_train])),
         (self_instruct_prompts, args.self_instruct),
         (svamp_prompts, filter(None, [args.svamp])),
         (question_prompts, args.questions),
     ):
-        prompts += [prompt for file in files for prompt in read(file)]
+        for file in files:
+            found = read(file)
+            if not found:
+                raise ValueError(f"{file} holds no prompt")
+            prompts += found
     return prompts
 
 

@@ -169,6 +169,8 @@ def test_bad_input_is_a_line(files, tmp_path, capsys):
         "untold.jsonl": b'{"instruction": "", "instances": [{"input": ""}]}',
         "half.json": b'[{"Body": "x", "Question": "y"}, {"Body": "\\uD800", "Question": "y"}]',
         "bodiless.json": b'[{"Body": "", "Question": "y"}]',
+        "nothing.jsonl": b"\n",
+        "nothing.json": b"[]",
         "half.jsonl": b'{"question": "one"}\n{"question": "h\\uDC00i"}',
         "gsm8k.jsonl": b'{"question": "x", "answer": "1"}\n{"question": "x", "answer": 1}',
     }.items():
@@ -189,6 +191,9 @@ def test_bad_input_is_a_line(files, tmp_path, capsys):
         (["--self-instruct", tmp_path / "untold.jsonl"], "untold.jsonl:1: instruction is empty"),
         (["--svamp", tmp_path / "bodiless.json"], "bodiless.json entry 1: Body is empty"),
         (["--svamp", tmp_path / "half.json"], "half.json entry 2 is not valid UTF-8"),
+        ([*made, "--gsm8k-train", tmp_path / "nothing.jsonl"], "nothing.jsonl holds no prompt"),
+        ([*made, "--self-instruct", tmp_path / "nothing.jsonl"], "nothing.jsonl holds no prompt"),
+        ([*made, "--svamp", tmp_path / "nothing.json"], "nothing.json holds no prompt"),
         ([*test, files["tasks.jsonl"]], "none of the fields"),
         ([*test, tmp_path / "cut.gz"], "cut.gz cannot be read"),
         ([*test, tmp_path / "damaged.gz"], "damaged.gz cannot be read"),
