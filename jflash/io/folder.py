@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jflash.io.foreign import named
+from jflash.io.foreign import named, refuse_pointer
 from jflash.io.hf_config import read_json
 from jflash.io.hf_values import checked
 from jflash.io.tokenizer_file import tokenizer_of
@@ -63,6 +63,8 @@ class Folder:
     def tokenizer(self) -> Any:
         """The tokenizer, as transformers'; ValueError if there is none or it does not load."""
         check_tokenizer(self.path, self.has_tokenizer())
+        for name in TOKENIZERS:
+            refuse_pointer(self.path / name)
         with named(f"the tokenizer in {self.path} does not load"):
             return tokenizer_of(self.path)
 

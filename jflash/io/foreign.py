@@ -1,8 +1,10 @@
 """Errors of libraries that interpret a checkpoint: tokenizers, chat templates, Orbax metadata."""
 
+from pathlib import Path
 from types import TracebackType
 
 MOST_SHOWN = 300  # characters of a library's message
+POINTER = b"version https://git-lfs.github.com/spec/"  # what a clone without Git LFS has
 
 
 class named:
@@ -33,3 +35,12 @@ def one_line(error: BaseException) -> str:
     """An error's text in one line, with its type if the text is short."""
     text = " ".join(str(error).split())[:MOST_SHOWN]
     return text if " " in text else f"{type(error).__name__} {text}".strip()
+
+
+def refuse_pointer(file: Path) -> None:
+    """ValueError if the file is only the pointer of Git LFS to it."""
+    if not file.is_file():
+        return
+    with file.open("rb") as begun:
+        if begun.read(len(POINTER)) == POINTER:
+            raise ValueError(f"{file} is only a pointer of Git LFS: git lfs pull brings the file")

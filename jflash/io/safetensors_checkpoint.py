@@ -19,7 +19,7 @@ from jflash.io.families import speculators
 from jflash.io.families.variants import refuse_own_mask
 from jflash.io.fitting import Owners, Tensor, expected_tensors, tensor_problems
 from jflash.io.folder import Fill, Folder, read_config
-from jflash.io.foreign import one_line
+from jflash.io.foreign import one_line, refuse_pointer
 from jflash.io.hf_config import names_of, read_json
 from jflash.io.hf_values import checked, shown
 from jflash.io.names import Names, Source, leaf_sources
@@ -268,6 +268,7 @@ def _tensors(file: Path) -> Iterator[Tensor]:
                 tensor = handle.get_slice(name)
                 yield Tensor(file, name, tuple(tensor.get_shape()), tensor.get_dtype())
     except (SafetensorError, OSError) as error:
+        refuse_pointer(file)
         raise ValueError(f"{file} is corrupt or truncated: {one_line(error)}") from None
 
 

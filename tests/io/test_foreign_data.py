@@ -18,6 +18,7 @@ from tests.support.refusals import decode
 from tests.support.small_checkpoints import Folders, edit_config, make_pair
 
 DEEP = '{"a":' + "[" * 200_000 + "]" * 200_000 + "}"
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:1f\nsize 9\n"
 QWEN = {"architectures": ["Qwen3ForCausalLM"]}
 
 
@@ -33,6 +34,18 @@ def text(value: str) -> bytes:
 def header(*values: bytes, tensors: bytes = b"", num_tensors: int = 0) -> bytes:
     """A GGUF header of these keys with their values, and these tensors."""
     return b"GGUF" + struct.pack("<IQQ", 3, num_tensors, len(values)) + b"".join(values) + tensors
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+def test_a_pointer_of_git_lfs_is_called_what_it_is(pair, refused, name):
+    (pair.target / name).write_text(POINTER)
+    refused(decode(pair), f"{name} is only a pointer of Git LFS: git lfs pull")
+
+
+def test_a_gguf_file_that_is_a_pointer_of_git_lfs(tmp_path):
+    (tmp_path / "m.gguf").write_text(POINTER)
+    with pytest.raises(ValueError, match=r"m.gguf is only a pointer of Git LFS"):
+        open_gguf(tmp_path / "m.gguf")
 
 
 ARRAYS = {

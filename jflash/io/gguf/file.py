@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from jflash.io.foreign import refuse_pointer
 from jflash.io.gguf.header import MAGIC, Stored, read_header
 from jflash.io.hf_values import TEXT, WHOLE, Kind, shown
 
@@ -35,6 +36,7 @@ def read_gguf(path: Path) -> GgufFile:
     try:
         with path.open("rb") as stream:
             if stream.read(len(MAGIC)) != MAGIC:
+                refuse_pointer(path)
                 raise ValueError(f"{path} is no GGUF file: it does not begin with {MAGIC.decode()}")
             stream.seek(0)
             file = GgufFile(path, *_header(path, stream))
