@@ -11,6 +11,7 @@ from jflash.cli.options.pair import shared_note
 from jflash.evals.datasets import load_problems
 from jflash.io import configure_pair, encode_prompt, load_weights
 from jflash.records.decoding import Decoding
+from jflash.serving.batch import check_batch
 from jflash.system.device import describe_device
 from jflash.system.locks import in_turn
 
@@ -48,6 +49,9 @@ def of_pair(args: Options, alone: Callable[[], None]) -> Iterator[dict[str, Any]
         for name, file in (("gsm8k", args.gsm8k), ("mt-bench", args.mt_bench))
         if file is not None
     }
+    decoding = Decoding(max_new_tokens=args.max_new_tokens, stop_token_ids=stops)
+    for asked in prompts.values():
+        check_batch(files.models, asked, decoding, max(args.batch))
     pair = load_weights(files)
     result: dict[str, Any] = describe_device() | {
         "target": str(args.target).rsplit("/", 1)[-1],
@@ -56,7 +60,6 @@ def of_pair(args: Options, alone: Callable[[], None]) -> Iterator[dict[str, Any]
         "max_new_tokens": args.max_new_tokens,
         "runs": [],
     }
-    decoding = Decoding(max_new_tokens=args.max_new_tokens, stop_token_ids=stops)
     for batch in args.batch:
         count = batch * args.answers
         repeated = {name: list(islice(cycle(all), count)) for name, all in prompts.items()}

@@ -13,6 +13,7 @@ from jflash.evals.datasets import load_problems
 from jflash.io import configure_pair, encode_prompt, load_weights
 from jflash.records.decoding import Decoding
 from jflash.records.kernels import AUTO
+from jflash.serving.batch import check_batch
 from jflash.serving.calls.layout import engine_chunk, steps_of_call
 from jflash.serving.engine import PREFILL_BETWEEN
 from jflash.system.device import describe_device
@@ -115,6 +116,10 @@ def pair_and_questions(args: Options) -> tuple[Any, Any]:
     problems = load_problems("gsm8k", args.gsm8k, limit=args.questions)
     texts = [problem.turns[0] for problem in problems]
     prompts = [encode_prompt(tokenizer, text) for text in texts]
+    decoding = Decoding(max_new_tokens=args.max_new_tokens, stop_token_ids=stops)
+    check_batch(files.models, prompts, decoding, most_slots(args))
+    for steps in args.steps_per_call or ():
+        steps_of_call(files.models, steps)  # refuses more than a text can take
     return load_weights(files), Questions(texts, prompts, stops, tokenizer)
 
 

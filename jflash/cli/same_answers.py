@@ -3,13 +3,13 @@
 from collections.abc import Generator
 from typing import Any
 
-from jflash.checks import check_request
 from jflash.cli.command import Options
 from jflash.cli.options.pair import shared_note
 from jflash.evals.datasets import load_problems
 from jflash.io import configure_pair, encode_prompt, load_weights
 from jflash.proof.same_answers import REFERENCE_BATCH, compared
 from jflash.records.decoding import Decoding
+from jflash.serving.batch import check_batch
 from jflash.system.device import describe_device
 
 DIFFERENT = 1
@@ -25,11 +25,7 @@ def run(args: Options) -> Generator[dict[str, Any], None, int]:
     problems = load_problems("gsm8k", args.gsm8k)[: args.questions]
     prompts = [encode_prompt(tokenizer, problem.turns[0]) for problem in problems]
     decoding = Decoding(max_new_tokens=args.max_new_tokens, stop_token_ids=stops)
-    for problem, prompt in zip(problems, prompts, strict=True):
-        try:
-            check_request(files.models, prompt, decoding)
-        except ValueError as error:
-            raise ValueError(f"problem {problem.index}: {error}") from None
+    check_batch(files.models, prompts, decoding, args.batch)
     pair = load_weights(files)
     about = describe_device() | {
         "check": "same-answers",

@@ -17,7 +17,9 @@ from jflash.records.decoding import Decoding
 from jflash.serving.calls.layout import Kind, Layout, engine_chunk, steps_of_call
 from jflash.serving.engine import Engine
 from jflash.serving.handle import Handle
+from jflash.serving.paging.room import check_room
 from jflash.serving.request import Request, Result
+from jflash.system.device import device_memory
 from pallas_kernels.block_attention import PAGE
 
 
@@ -93,6 +95,20 @@ def layout_for(
     shape = Shape.of(batch_size, columns * PAGE, stops, chunk)
     steps = steps_of_call(models, steps_per_call)
     return Layout(shape, None, steps, _kinds(models, jobs))
+
+
+def check_batch(
+    models: Models, prompts: Sequence[Sequence[int]], decoding: Decoding, batch_size: int
+) -> None:
+    """ValueError, before weights are read, for a prompt that the models cannot serve, by its place,
+    and for more texts at once than any memory holds."""
+    jobs = [Job(i, list(prompt), decoding) for i, prompt in enumerate(prompts)]
+    for job in jobs:
+        try:
+            check_request(models, job.prompt_ids, decoding)
+        except ValueError as error:
+            raise ValueError(f"problem {job.index}: {error}") from None
+    check_room(models, layout_for(models, jobs, batch_size), device_memory())
 
 
 def _kinds(models: Models, jobs: Sequence[Job]) -> tuple[Kind, ...]:

@@ -1,14 +1,17 @@
 """scripts/bench_rows.py: the times of a step by its rows."""
 
+import importlib
 from dataclasses import replace
 
 import jax
+import pytest
 
 from jflash.bench.serving import row_speed
 from jflash.budget.row_choice import row_counts
 from jflash.cli import main
 from jflash.cli.options.pair import DEFAULT_DRAFTER, DEFAULT_TARGET
 from jflash.records.kernels import Kernels
+from jflash.serving import batch
 from tests.support.pairs import random_pair
 
 
@@ -41,3 +44,33 @@ def test_slots_are_those_of_a_shape(capsys):
     assert "--capacity 128 without --shape" in capsys.readouterr().err
     assert main.run("bench-rows", ["--shape", "tiny", "--rounds", "3"]) == 2
     assert "--rounds with --shape tiny, which decodes no text" in capsys.readouterr().err
+
+
+MANY = 10**11
+PAST = "problem 0: 40 prompt tokens + {} new tokens pass the model's 2048 positions"
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "why"),
+    [
+        ("bench-rows", "--batch {}", "--answers 3 of {} slots: at most 1000000 in all"),
+        ("bench-rows", "--answers {}", "--answers {} of 64 slots: at most 1000000 in all"),
+        ("bench-rows", "--max-new-tokens {}", PAST),
+        ("bench-rows", "--batch 300000", "max_batch 300000 with"),
+        ("bench-serving", "--batch {}", "max_batch {} with"),
+        ("bench-serving", "--max-new-tokens {}", PAST),
+        ("bench-serving", "--steps-per-call {}", "steps_per_call {}: a sequence has no more"),
+        ("same-answers", "--batch {}", "max_batch {} with"),
+    ],
+)
+def test_sizes_that_nothing_holds_are_refused_before_the_weights(
+    monkeypatch, capsys, tmp_path, command, options, why
+):
+    asked = tmp_path / "gsm8k.jsonl"
+    asked.write_text('{"question": "1 + 1?", "answer": "#### 2"}\n')
+    body = importlib.import_module(f"jflash.cli.{command.replace('-', '_')}")
+    monkeypatch.setattr(body, "load_weights", None)
+    monkeypatch.setattr(batch, "device_memory", lambda: 10**9)
+    argv = ["--target", DEFAULT_TARGET, "--drafter", DEFAULT_DRAFTER, "--gsm8k", str(asked)]
+    assert main.run(command, [*argv, *options.format(MANY).split()]) == 2
+    assert why.format(MANY) in capsys.readouterr().err

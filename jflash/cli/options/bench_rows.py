@@ -14,6 +14,7 @@ KEPT = "kept there row by row, so that a run cut off keeps its rows"
 
 
 CAPACITY = 2048
+MOST = 10**6  # answers, which are all listed before the first is decoded
 # What only texts need.
 OF_TEXTS = {"widths": (4, 8, 16), "answers": 3, "rounds": 2, "max_new_tokens": 256}
 
@@ -53,4 +54,7 @@ def check(args: Options) -> None:
         refuse_unread(args, OF_TEXTS, f"with --shape {args.shape}, which decodes no text")
     at_least_1(args, "answers", "rounds", "max_new_tokens")
     check_shared(args)
+    all = max(args.batch) * args.answers
+    many = f"--answers {args.answers} of {max(args.batch)} slots: at most {MOST} in all"
+    refuse(args.shape is None and all > MOST, many)
     refuse(args.capacity < 64 or args.capacity % 64, f"--capacity {args.capacity}: in 64s")

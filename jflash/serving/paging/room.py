@@ -108,6 +108,8 @@ def check_room(models: Models, layout: Layout, limit: int | None) -> None:
     They are counted exactly, so that nothing is refused that `limit` bytes hold.
     """
 
+    layout = settled(models, layout)
+
     def held() -> tuple[State, tuple[Copy, ...]]:
         return empty_state(local(models), layout), empty_copies(local(models), layout)
 
