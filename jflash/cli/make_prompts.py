@@ -13,7 +13,7 @@ from jflash.cli.options.make_prompts import drawing
 from jflash.io import configure_pair, load_weights
 from jflash.io.digest import checkpoint_digest
 from jflash.records.decoding import Decoding
-from jflash.system.files import replacing
+from jflash.system.files import whole_file
 from jflash.system.replicas import cluster, made
 from jflash.training.prompts import (
     Prompt,
@@ -97,9 +97,9 @@ def run(args: Options) -> None:
         raise ValueError(f"all {len(collection)} prompts are test questions: nothing is left")
     random.Random(args.seed).shuffle(prompts)
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(args.output) as part, part.open("w", encoding="utf-8") as out:
+    with whole_file(args.output, args.overwrite) as write:
         for text, source in prompts:
-            out.write(json.dumps({"prompt": text, "source": source}, ensure_ascii=False) + "\n")
+            write(json.dumps({"prompt": text, "source": source}, ensure_ascii=False))
     counts = ", ".join(f"{n} {source}" for source, n in Counter(p.source for p in prompts).items())
     print(f"{args.output}: {len(prompts)} prompts ({counts})")
     print(f"{excluded} left out as questions of {len(args.exclude_test)} test set(s)")

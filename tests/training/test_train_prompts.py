@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jflash.cli import main
+from jflash.cli import main, make_prompts
 from jflash.io import load_pair, load_tokenizer
 from jflash.io.text import decode
 from jflash.records.decoding import Decoding, Sampling
@@ -72,6 +72,20 @@ def test_collects_every_source_but_test_questions(files, tmp_path, capsys):
     assert "exists already: pass --overwrite" in capsys.readouterr().err
     before = output.read_text()
     assert command(*given, "--overwrite") == 0 and output.read_text() == before
+
+
+def test_a_file_that_came_meanwhile_stays(files, tmp_path, capsys, monkeypatch):
+    """Such as another process's; `--overwrite` was not given."""
+    output, honest = tmp_path / "prompts.jsonl", make_prompts.collected
+
+    def meanwhile(*given):
+        output.write_text("the other's")
+        return honest(*given)
+
+    monkeypatch.setattr(make_prompts, "collected", meanwhile)
+    assert command("--output", output, "--questions", files["problems.jsonl"]) == 2
+    assert "prompts.jsonl exists already: pass --overwrite" in capsys.readouterr().err
+    assert output.read_text() == "the other's"
 
 
 def test_files_with_a_mark_before_their_text_are_read(files, tmp_path, capsys):
