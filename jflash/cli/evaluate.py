@@ -10,6 +10,7 @@ from typing import Any
 from jflash.cli.command import Options, note_idle_gpu, require
 from jflash.cli.evaluation_run import Run, answers_folder, check_device, prepare
 from jflash.cli.evaluation_shares import answers_of
+from jflash.cli.options.values import refuse
 from jflash.evals.datasets import DATASETS
 from jflash.evals.evaluation import execute_all, executed, with_results
 from jflash.evals.folder import (
@@ -52,10 +53,12 @@ def _of_host(options: Options, hosts: Hosts) -> int:
         with tempfile.TemporaryDirectory() as folder:
             answers_of(todo, Path(folder), options, hosts)
         return 0
-    folder = answers_folder(options)
+    folder, other = answers_folder(options), options.same_as
     if not options.overwrite:
+        itself = other is not None and other.resolve() == folder.resolve()
+        refuse(itself, f"--same-as {other} is the --output: answers are always like themselves")
         check_settings(folder, todo.settings)
-    others = finished_answers(options.same_as, todo.settings) if options.same_as else []
+    others = [] if other is None else finished_answers(other, todo.settings)
     note_idle_gpu()
     check_device(todo)
     with open_folder(folder, todo.settings, options.overwrite):

@@ -460,6 +460,8 @@ def test_bad_input_is_refused_before_a_weight_is_read(refused, data, tmp_path):
     refused(rule, "--draft-rule sampled needs a --temperature above 0")
     refused([*rule, "--temperature", "1", "--drafter", "none"], "sampled without a drafter")
     refused([*with_data, "--prompt-style", "odd"], "'odd'", "hashes")
+    itself = f"--same-as {folder} is the --output: answers are always like themselves"
+    refused([*with_data, "--same-as", str(folder)], itself)
     refused([*with_data, "--few-shot-data", str(data)], "without --few-shot")
     refused([*with_data, "--max-new-tokens", "100000"], "problem 0", "positions")
     refused([*with_data, "--target", "elsewhere"], "elsewhere", "--drafter")
