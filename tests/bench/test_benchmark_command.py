@@ -95,6 +95,7 @@ def test_what_was_measured_before_a_failure_is_kept(tmp_path, monkeypatch):
         ("--shape tiny --target x --drafter y", "give either --shape"),
         ("--target x", "give either --shape"),
         ("--shape huge", "no shape is called 'huge'"),
+        ("--shape=", "no shape is called ''"),
         ("--shape tiny --batch 0", "--batch: '0' is no list of numbers from 1"),
         ("--shape tiny --batch one", "'one'"),
         ("--shape tiny --widths 4,9", "--widths (4, 9)"),

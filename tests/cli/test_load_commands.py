@@ -72,6 +72,7 @@ def test_a_soak_sees_memory_that_grows(gained, why):
         ("--layers 2", "--layers 2 without --pair"),
         ("--pair qwen3-8b --layers 37", "--layers 37: qwen3-8b has 36"),
         ("--pair qwen9", "--pair qwen9: use qwen3-8b, "),
+        ("--pair=", "--pair '': use qwen3-8b, "),
         ("--pair qwen3-8b --block-size 4", "--pair qwen3-8b beside --block-size 4"),
         (
             "--pair qwen3-8b --drafter-dtype float8 --tensor-parallel 2",

@@ -221,6 +221,7 @@ def test_bad_input_is_a_line(files, tmp_path, capsys):
         ([*made, "--count", "5"], "--count 5 without --written-by TARGET"),
         ([*made, "--written-by", "any", "--top-p", "0"], "top_p 0.0: above 0"),
         ([*made, "--max-new-tokens", "0"], "--max-new-tokens must be at least 1"),
+        ([*made, "--written-by", ""], "--written-by '': give a folder"),
         ([*made, "--variants", "3"], "--variants 3 without --gsm8k-train"),
         ([*made, "--replicas", "2"], "--replicas 2 without --written-by TARGET"),
         ([*made, "--tensor-parallel", "2"], "--tensor-parallel 2 without --written-by TARGET"),

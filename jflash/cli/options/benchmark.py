@@ -66,7 +66,7 @@ def check(args: Options) -> None:
     if not args.prefill:
         refuse_unread(args, {"prefill_chunk": None}, "without --prefill")
     check_shared(args)
-    for shape in filter(None, (args.shape, args.beside)):
+    for shape in (name for name in (args.shape, args.beside) if name is not None):
         dense = not model_shape(shape).target.experts
         refuse(
             dense and args.experts_over == "devices",

@@ -43,9 +43,9 @@ def declare(parser: Parser) -> None:
 def check(options: Options) -> None:
     at_least_1(options, "requests", "batch", "context", "pages", "layers")
     at_least_1(options, "prefill_chunk", "steps_per_call")
-    refuse(options.layers and not options.pair, f"--layers {options.layers} without --pair")
-    if options.pair:
-        named = f"--pair {options.pair}"
+    refuse(options.layers and options.pair is None, f"--layers {options.layers} without --pair")
+    if options.pair is not None:
+        named = f"--pair {options.pair or "''"}"
         refuse(options.pair not in SIZES, f"{named}: use {', '.join(SIZES)}")
         for name, usual in ALONE.items():
             value = getattr(options, name)

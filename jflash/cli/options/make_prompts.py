@@ -52,6 +52,7 @@ def check(args: Options) -> None:
     refuse(exists, f"{args.output} exists already: pass --overwrite to replace it")
     for name, least in (("variants", 0), ("count", 1), ("batch", 1), ("max_new_tokens", 1)):
         refuse(getattr(args, name) < least, f"{option_name(name)} must be at least {least}")
+    refuse(args.written_by == "", "--written-by '': give a folder, a .gguf file or a hub id")
     sources = [args.gsm8k_train, args.svamp, *args.self_instruct, *args.questions]
     for file in filter(None, [*sources, *args.exclude_test]):
         refuse_missing(file)
