@@ -71,6 +71,9 @@ class Over(NamedTuple):
 def unpacked(shape: Shape, given: Int[Array, "P _"]) -> Over:
     """The passes that the host has packed."""
     control, table, rows = jnp.split(given, (CONTROL, given.shape[1] - row_size(shape)), axis=1)
+    # An array of its own: XLA gives a kernel a slice of the other where it is a whole number of 256
+    # bytes long, and there it does not begin at one, as Mosaic's kernels must have it.
+    table = jnp.maximum(table, 0)
     slot, offset, end, flags = control.T
     asked = rows[:, 15], rows[:, 16] % 2 > 0
     rows = jax.vmap(functools.partial(_sequence, shape))(rows)
