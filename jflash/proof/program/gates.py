@@ -19,6 +19,7 @@ COLLECTIVES = {
     *(GATHER, "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all"),
     *("collective-permute", "collective-broadcast"),
 }
+SLICES = {"slice", "dynamic-slice"}
 LEAST_WEIGHT = 2**20  # bytes: norm scales may be cast, a kernel's columns may not
 
 _THUNK = re.compile(r"( *)\d+: (k\w+) *\[[^\]]*\] *(\S*)")
@@ -64,6 +65,7 @@ def check(program: Program, temporary_bound: int) -> list[Result]:
         no_weight_copy(module),
         bounded_temporaries(program.temporary_bytes, temporary_bound + cublas_workspace(module)),
         no_spills(program.hlo, program.assembler),
+        no_slice_in_place(module),
         only_gathers(module),
     ]
 
@@ -161,6 +163,24 @@ def cublas_workspace(module: Module) -> int:
         if leaf.dtype == "s8"
     ]
     return max(sizes, default=0)
+
+
+def no_slice_in_place(module: Module) -> Result:
+    """No Mosaic kernel reads a slice where it lies in another array, as XLA may have it.
+
+    A kernel's array must begin at a multiple of 256 bytes, and XLA looks at its length only:
+    the program ends with "Input buffer 5 is not 256-byte aligned" when it runs.
+    """
+    offences = [
+        f"{i.name} reads {name}, a slice where it lies in another array"
+        for computation in module.computations.values()
+        for i in computation.instructions.values()
+        if i.opcode == "custom-call" and _MOSAIC.search(i.attributes)
+        for name in i.operands
+        if name in computation.instructions and computation.instructions[name].opcode in SLICES
+    ]
+    measured = f"{len(offences)} slices"
+    return Result("no slice in place", len(offences), measured, tuple(offences))
 
 
 def only_gathers(module: Module) -> Result:
