@@ -19,7 +19,7 @@ from jflash.devices.structs import param_structs
 from jflash.proof.program.gates import no_slice_in_place
 from jflash.proof.program.hlo import parse
 from jflash.proof.program.step_program import cut, models_of
-from jflash.serving.calls import prefill
+from jflash.serving.calls import prefill, slots
 from jflash.serving.calls.layout import Layout, settled
 from jflash.serving.calls.packing import CONTROL, row_size
 from jflash.serving.calls.slots import empty_state, table_columns
@@ -54,6 +54,6 @@ def test_no_kernel_reads_a_table_where_the_host_put_it():
 
 def test_a_table_that_a_kernel_reads_where_it_lies_is_caught(monkeypatch):
     """The fault: a slice of what the host uploads, as it is."""
-    monkeypatch.setattr(prefill, "own_array", lambda table: table)
+    monkeypatch.setattr(slots, "own_array", lambda table: table)
     [offence] = set(no_slice_in_place(parse(compiled())).offences)
     assert "a slice where it lies" in offence

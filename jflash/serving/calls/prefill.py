@@ -71,17 +71,10 @@ class Over(NamedTuple):
 def unpacked(shape: Shape, given: Int[Array, "P _"]) -> Over:
     """The passes that the host has packed."""
     control, table, rows = jnp.split(given, (CONTROL, given.shape[1] - row_size(shape)), axis=1)
-    table = own_array(table)
     slot, offset, end, flags = control.T
     asked = rows[:, 15], rows[:, 16] % 2 > 0
     rows = jax.vmap(functools.partial(_sequence, shape))(rows)
     return Over(slot, offset, end, flags & STEPS > 0, flags & FRESH > 0, table, rows, asked)
-
-
-def own_array(table: Int[Array, "P _"]) -> Int[Array, "P _"]:
-    """The table in an array of its own. XLA would give a kernel the slice of what the host uploads
-    where that is a multiple of 256 bytes long, but begins at none, as Mosaic's kernels need it."""
-    return jnp.maximum(table, 0)  # no page has a lower number, which XLA cannot know
 
 
 def _sequence(shape: Shape, row: Int[Array, " _"]) -> Sequences:

@@ -112,15 +112,26 @@ def table_columns(models: Models, layout: Layout) -> int:
     return layout.columns * (1 if sliding(models, layout) is None else 2)
 
 
+def own_array(table: Int[Array, "B _"]) -> Int[Array, "B _"]:
+    """The table in an array of the program's own, for two reasons.
+
+    An argument's address is another one in each call, and would be written into every layer's node
+    of a graph again. And XLA gives a kernel a slice where it lies in another array if the slice is
+    a multiple of 256 bytes long, but Mosaic's kernels need one that begins at such a multiple.
+    """
+    return jnp.maximum(table, 0)  # no page has a lower number, which XLA cannot know
+
+
 def with_table(
     state: State, table: Int[Array, "B _"] | None, slots: Int[Array, " B"] | None = None
 ) -> State:
     """The state with its table of pages in every layer that has pages, and in recurrent layers the
     slots of its rows, if these are not all slots in their order."""
     layers = (*state.target_cache, *state.drafter_cache)
-    full = window = table
+    halves = [table] * 2
     if table is not None and any(isinstance(layer, WindowCache) for layer in layers):
-        full, window = jnp.split(table, 2, axis=1)
+        halves = jnp.split(table, 2, axis=1)
+    full, window = (None if half is None else own_array(half) for half in halves)
 
     def one(layer):
         if isinstance(layer, WindowCache):

@@ -48,9 +48,6 @@ def run(
         who, live, table = who[chosen], live[chosen], table[chosen]
     all_step = count == batch
     s = everyone if all_step else taken(everyone, who)
-    # The loop's graphs read a number of the program's own: the argument's address is another one in
-    # each call, and would be written into every layer's node again.
-    table = jnp.maximum(table, 0)
     state = state._replace(sequences=s._replace(done=s.done | ~live))
     state = with_table(state, table, None if all_step else who)
     state = lax.fori_loop(0, steps, lambda _, x: speculative_step(models, params, x), state)
