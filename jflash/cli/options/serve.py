@@ -25,7 +25,8 @@ of --max-batch, at least 4; 0: they are computed again"""
 NAME = "default: the hub id, or the last two parts of the target's path"
 # As browsers send it: in small letters, and nothing after the host or its port.
 ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#\sA-Z]+")
-CONTEXT = "tokens of a request, new ones included; default: the model's positions"
+CONTEXT = """tokens of a request, new ones included; default: the model's positions, for which
+heads of 256 dims need much memory"""
 
 
 def declare(parser: Parser) -> None:
