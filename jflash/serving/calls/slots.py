@@ -125,8 +125,8 @@ def own_array(table: Int[Array, "B _"]) -> Int[Array, "B _"]:
 def with_table(
     state: State, table: Int[Array, "B _"] | None, slots: Int[Array, " B"] | None = None
 ) -> State:
-    """The state with its table of pages in every layer that has pages, and in recurrent layers the
-    slots of its rows, if these are not all slots in their order."""
+    """The state with its table of pages in every layer that has pages, and the slots of its rows in
+    recurrent layers. As many rows as slots lie in the slots' order (see `some_slots.places`)."""
     layers = (*state.target_cache, *state.drafter_cache)
     halves = [table] * 2
     if table is not None and any(isinstance(layer, WindowCache) for layer in layers):
@@ -137,7 +137,8 @@ def with_table(
         if isinstance(layer, WindowCache):
             return layer._replace(table=window)
         if isinstance(layer, DeltaCache):
-            return layer._replace(slots=slots)
+            some = slots is not None and len(slots) < len(layer.memory.base)
+            return layer._replace(slots=slots if some else None)
         return layer._replace(table=full) if isinstance(layer, PagedCache) else layer
 
     caches = {name: tuple(map(one, getattr(state, name))) for name in CACHES}

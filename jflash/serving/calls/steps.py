@@ -49,7 +49,7 @@ def run(
     all_step = count == batch
     s = everyone if all_step else taken(everyone, who)
     state = state._replace(sequences=s._replace(done=s.done | ~live))
-    state = with_table(state, table, None if all_step else who)
+    state = with_table(state, table, who)
     state = lax.fori_loop(0, steps, lambda _, x: speculative_step(models, params, x), state)
     report = report_of(s, state, who, width, steps)
     after = state.sequences._replace(done=jnp.where(live, state.sequences.done, s.done))
