@@ -54,9 +54,10 @@ def chunk_sizes(models: Models, shape: Shape) -> tuple[int, ...]:
     """Tokens of a prompt that one pass may compute, ascending: the shape's, and fewer for the rest
     of a prompt where no chunk changes a bit. A CPU gains nothing by a second size.
     """
-    free = models.one_arithmetic and models.kernels.attention == "canonical"
-    several = free and shape.chunk > PREFILL_CHUNK and shape.chunk % PREFILL_CHUNK == 0
-    return (PREFILL_CHUNK, shape.chunk) if several else (shape.chunk,)
+    if not (models.one_arithmetic and models.kernels.attention == "canonical"):
+        return (shape.chunk,)
+    fewer = (n for n in (PREFILL_CHUNK, LARGE_CHUNK) if n < shape.chunk and shape.chunk % n == 0)
+    return (*fewer, shape.chunk)
 
 
 def new_state(models: Models, shape: Shape) -> State:

@@ -6,7 +6,11 @@ from typing import Any, cast
 
 import pytest
 
+from jflash.bench.shapes import model_shape
 from jflash.compiled.shape import Shape
+from jflash.models.decoder import Target
+from jflash.models.dflash import Drafter
+from jflash.pair import Models
 from jflash.proof.under_load import DRAWN
 from jflash.records.kernels import XLA, Kernels
 from jflash.serving.calls import layout as layouts
@@ -173,6 +177,22 @@ def test_how_many_prompts_a_pass_takes(pair):
     assert several_prompts(pair.models, layout._replace(prompts=1)) == ()
     with pytest.raises(ValueError, match="prompts_at_once must be at least 1, got 0"):
         engine_of(pair, at_once=0)
+
+
+def test_passes_are_wider_where_a_target_has_experts():
+    """In a context that holds one; pairs of prompts and the ends of long ones keep their sizes."""
+    kernels = Kernels(*["canonical"] * len(XLA))._replace(heads="triton", delta="triton")
+    slots = (448, 512, 1984, 2048, 40960)
+    for name, most in (("qwen3-coder-30b", 2048), ("qwen3.5-35b-a3b", 2048), ("qwen3-8b", 512)):
+        target, drafter = model_shape(name)
+        models = Models(Target(target), Drafter(drafter), drafter.block_size, kernels=kernels)
+        assert [engine_chunk(models, n) for n in slots] == [128, 512, 512, most, most]
+        shape = Shape.of(BATCH, 40960, chunk=most)
+        assert pass_sizes(models, shape) == tuple(sorted({64, 128, 512, most}))
+        pairs = () if target.deltas else (Several(4, 128, 3), Several(2, 512))
+        assert several_prompts(models, Layout(shape, None, 2)) == pairs
+    other = replace(models, kernels=kernels._replace(matmul="xla"))
+    assert engine_chunk(other, 40960) == 128
 
 
 def test_on_a_gpu_a_large_model_takes_several_that_fill_its_rows(pair, monkeypatch):
