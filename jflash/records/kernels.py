@@ -14,7 +14,7 @@ ONE_ARITHMETIC = {
     "heads": ("cpu", "triton"),
     "experts": ("cpu", "canonical"),
     "norm": ("cpu", "canonical"),
-    "delta": ("cpu", "triton"),
+    "delta": ("cpu", "mosaic_gpu", "triton"),
 }
 
 

@@ -8,9 +8,9 @@ and dv their widths, U taps of the convolution, D its channels.
 A state cannot be cut at a length, so the rows that may be rolled back are kept beside it. `Memory`
 has the state before position `base`, and the rows since, position p at place p % (2 · CHUNK). A
 call computes these and its new rows, and keeps the state at the last border before the rows that
-may still be rolled back: with "triton" every position is a border, with the others, which put rows
-on the grid of absolute positions and run whole chunks over them, the multiples of CHUNK are.
-Rollback is a smaller `start` at the next call.
+may still be rolled back. With "mosaic_gpu" and "triton" every position is a border; with the
+others, which put rows on the grid of absolute positions and run whole chunks over them, the
+multiples of CHUNK are. Rollback is a smaller `start` at the next call.
 
 - gated_delta: the rows of a `Span`. If its `kept` is less than its `real`, `real` is at most CHUNK.
   base ≤ start < base + 2 · CHUNK. It gives the outputs and the state at the border, and `finish`
@@ -24,10 +24,11 @@ Rollback is a smaller `start` at the next call.
 - finish: the gated norm of a call's outputs, and the memory with its rows.
 
 One body computes every chunk: a row's place in its chunk is absolute, and rows after it add exact
-zeros. With "triton" one body computes every row, wherever the state lies. With
-"cpu" and "triton" a row's outputs, and the state kept, depend only on the tokens up to
-it: not on T, B, rollbacks, or whether a prompt or a step brought it. With "xla" this holds inside
-one program. "triton" is for NVIDIA GPUs from sm80. "reference" is the rule, token by token.
+zeros. With "triton" one body computes every row, wherever the state lies, and "mosaic_gpu", which
+is sooner where there are many rows, has its bits. With these and "cpu" a row's outputs, and the
+state kept, depend only on the tokens up to it: not on T, B, rollbacks, or whether a prompt or a
+step brought it. With "xla" this holds inside one program. "mosaic_gpu" is for Hopper and "triton"
+for NVIDIA GPUs from sm80. "reference" is the rule, token by token.
 """
 
 from typing import Any, NamedTuple
@@ -36,7 +37,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from pallas_kernels.choice import backend_of, device_refusal
-from pallas_kernels.gated_delta import cpu, reference, triton, xla
+from pallas_kernels.gated_delta import cpu, mosaic_gpu, reference, triton, xla
 from pallas_kernels.gated_delta.grid import CHUNK as CHUNK
 from pallas_kernels.gated_delta.grid import Memory as Memory
 from pallas_kernels.gated_delta.grid import Rows as Rows
@@ -44,7 +45,10 @@ from pallas_kernels.gated_delta.grid import Span as Span
 from pallas_kernels.gated_delta.grid import border_of, commit, lay_out, outputs
 from pallas_kernels.gated_delta.in_ring import put, with_earlier
 
-BACKENDS = {"triton": triton, "cpu": cpu, "xla": xla, "reference": reference}
+BACKENDS = {
+    "mosaic_gpu": mosaic_gpu, "triton": triton, "cpu": cpu, "xla": xla, "reference": reference,
+}  # fmt: skip
+BY_ROWS = (mosaic_gpu, triton)  # the others run whole chunks
 
 
 class Sizes(NamedTuple):
@@ -81,8 +85,8 @@ def gated_delta(
 ) -> tuple[Float[Array, "B T Hv dv"], Float[Array, "S Hv dk dv"]]:
     """See the module's contract. `backend` is one of BACKENDS; any other name is a ValueError."""
     module = _backend(backend)
-    if module is triton:
-        return triton.gated_delta(q, rows, memory, span)
+    if module in BY_ROWS:
+        return module.gated_delta(q, rows, memory, span)
     own = span.of(memory)
     chunks = lay_out(q, rows, own, span.start, span.real)
     whole = (border_of(span) - own.base) // CHUNK
@@ -100,8 +104,8 @@ def finish(
     backend: str,
 ) -> tuple[Float[Array, "B T Hv dv"], Memory]:
     """The normed outputs, and the memory; the one given has the state that `gated_delta` gave."""
-    if _backend(backend) is triton:
-        return triton.finish(out, *gate, rows, memory, span)
+    if (module := _backend(backend)) in BY_ROWS:
+        return module.finish(out, *gate, rows, memory, span)
     return gated_norm(out, gate, backend=backend), commit(memory, rows, span)
 
 
@@ -118,8 +122,8 @@ def inputs(
 ) -> tuple[Float[Array, "B T Hk dk"], Rows]:
     """Queries and the state's inputs; `raw` begins U - 1 rows before the first row."""
     arithmetic = _backend(backend)
-    if arithmetic is triton:
-        raise ValueError("the triton backend makes inputs from a ring: next_inputs")
+    if arithmetic in BY_ROWS:
+        raise ValueError(f"the {backend} backend makes inputs from a ring: next_inputs")
     mixed = arithmetic.convolve(raw, weights).astype(jnp.float32)
     width = heads.key_heads * heads.key_dim
     q, k, v = jnp.split(mixed, [width, 2 * width], axis=-1)
@@ -142,8 +146,8 @@ def next_inputs(
     backend: str,
 ) -> tuple[Float[Array, "B T Hk dk"], Rows, Float[Array, "S R D"]]:
     """The inputs, and the ring with the call's rows; `firsts` are raw's, b's and a's columns."""
-    if _backend(backend) is triton:
-        return triton.next_inputs(fused, ring, weights, a_log, dt_bias, span, heads, firsts)
+    if (module := _backend(backend)) in BY_ROWS:
+        return module.next_inputs(fused, ring, weights, a_log, dt_bias, span, heads, firsts)
     widths = len(weights), len(a_log), len(a_log)
     raw, b, a = (fused[..., x : x + n] for x, n in zip(firsts, widths, strict=True))
     rows = with_earlier(ring, raw, span, weights.shape[1])
@@ -163,18 +167,21 @@ def gated_norm(
 ) -> Float[Array, "B T Hv dv"]:
     """rms(out) · scale · silu(z) in z's dtype; `out` is rounded to it before."""
     arithmetic, (fused, first, scale, eps) = _backend(backend), gate
-    if arithmetic is triton:
-        raise ValueError("the triton backend norms while it keeps a call's rows: finish")
+    if arithmetic in BY_ROWS:
+        raise ValueError(f"the {backend} backend norms while it keeps a call's rows: finish")
     z = fused[..., first : first + out.shape[2] * out.shape[3]].reshape(out.shape)
     return arithmetic.gated_norm(out, z, scale, eps)
 
 
 def refusal(backend: str, sizes: Sizes, device: Any) -> str | None:
     """Why a backend cannot do this, or None; see pallas_kernels.choice."""
-    if backend not in ("cpu", "triton"):
+    if backend not in ("cpu", "mosaic_gpu", "triton"):
         return None
+    own = f"not {sizes.key_dim} and {sizes.value_dim}"
+    if backend == "mosaic_gpu" and not mosaic_gpu.takes(*sizes):
+        return f"has key heads of 32, 64 or 128 dims and value heads of 32, 64, 128 …, {own}"
     if backend == "triton" and any(x < 16 or x & (x - 1) for x in sizes):
-        return f"has heads of 16, 32, 64 … dims, not {sizes.key_dim} and {sizes.value_dim}"
+        return f"has heads of 16, 32, 64 … dims, {own}"
     return device_refusal(backend, device)
 
 

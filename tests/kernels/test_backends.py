@@ -147,7 +147,7 @@ def test_experts_have_a_backend_of_their_own():
 
 
 def test_a_hybrid_has_an_operation_more():
-    with pytest.raises(ValueError, match=r"delta backend 'cpu' is for CPUs.* use 'triton'"):
+    with pytest.raises(ValueError, match=r"delta backend 'cpu' is for CPUs.* use 'mosaic_gpu'"):
         with_backends(of_shape("tiny-hybrid"), "bfloat16", HOPPER, **{DELTA: "cpu"})
     hybrid = with_backends(of_shape("tiny-hybrid"), "float32", CPU)
     assert hybrid.one_arithmetic and hybrid.kernels.delta == "cpu"

@@ -290,12 +290,48 @@ def test_short_prompts(length, backend):
     np.testing.assert_allclose(memory.state[0], state_before(own, border), atol=1e-5)
 
 
+WALKED = {  # sequences, rows, tokens among them, those that stay, and rows of the memory
+    "a prompt": (1, 512, 512, 512, 0), "a prompt's end": (2, 130, 77, 77, 0),
+    "after a step": (1, 64, 64, 64, 9), "a block": (3, 16, 16, 0, 21),
+    "some rows of a block": (1, 16, 11, 5, 2), "nothing": (2, 40, 0, 0, 3),
+}  # fmt: skip
+
+
+@pytest.mark.skipif(not ON_GPU, reason="it is a kernel of Hopper's, and has no interpreter")
+@pytest.mark.parametrize("case", WALKED)
+def test_the_walk_through_shared_memory_has_tritons_bits(case):
+    B, T, real, kept, ahead = WALKED[case]
+    shape = GATED_DELTA["qwen3.5-27b-b8"]
+    size = functools.partial(jnp.full, B)
+    keys = iter(jax.random.split(jax.random.key(4), 12))
+    normal = lambda *shape: 0.1 * jax.random.normal(next(keys), shape)  # noqa: E731
+
+    def rows(count, T):
+        k, v = normal(count, T, shape.Hk, shape.dk), normal(count, T, shape.Hv, shape.dv)
+        g, beta = normal(count, T, shape.Hv), normal(count, T, shape.Hv)
+        return Rows(k, v, -jnp.abs(g), jax.nn.sigmoid(beta))
+
+    base = jnp.full(B + 2, 37)
+    state = normal(B + 2, shape.Hv, shape.dk, shape.dv)
+    memory = Memory(state, base, rows(B + 2, 2 * CHUNK))
+    q, given = normal(B, T, shape.Hk, shape.dk), rows(B, T)
+    span = Span(size(37 + ahead), size(real), size(kept), 1 + jnp.arange(B))
+    both = [
+        op.gated_delta(q, given, memory, span, backend=backend)
+        for backend in ("triton", "mosaic_gpu")
+    ]
+    for want, got in zip(*both, strict=True):
+        assert np.abs(want).max() > 0
+        np.testing.assert_array_equal(np.asarray(got).view("i4"), np.asarray(want).view("i4"))
+
+
 @pytest.mark.skipif(ON_GPU, reason="there the kernels are compiled for the GPU that it has")
+@pytest.mark.parametrize("backend", ["mosaic_gpu", "triton"])
 @pytest.mark.parametrize(
     "shape",
     [pytest.param(x, marks=pytest.mark.long) for x in ("qwen3.5-27b-b8", "qwen3.5-27b-b1-plain")],
 )
-def test_a_layers_three_kernels_keep_their_values_in_registers(shape):
+def test_a_layers_three_kernels_keep_their_values_in_registers(shape, backend):
     """Operands that spill made the rule ten times slower, and nothing told. The gates look at the
     first in a whole step (tests/proof/test_gates.py)."""
     B, T, Hk, Hv, dk, dv, _ = GATED_DELTA[shape]
@@ -305,11 +341,11 @@ def test_a_layers_three_kernels_keep_their_values_in_registers(shape):
     def layer(fused, weights, a_log, dt_bias, scale, ring, memory, start):
         real, heads = jnp.full_like(start, T), op.Heads(Hk, dk)
         span = Span(start, real, 0 * real, jnp.flip(jnp.arange(B)))
-        how = {"heads": heads, "firsts": firsts, "backend": "triton"}
+        how = {"heads": heads, "firsts": firsts, "backend": backend}
         q, rows, ring = op.next_inputs(fused, ring, weights, a_log, dt_bias, span, **how)
-        out, state = op.gated_delta(q, rows, memory, span, backend="triton")
+        out, state = op.gated_delta(q, rows, memory, span, backend=backend)
         gate, memory = op.Gate(fused, D, scale, 1e-6), memory._replace(state=state)
-        return *op.finish(out, gate, rows, memory, span, backend="triton"), ring
+        return *op.finish(out, gate, rows, memory, span, backend=backend), ring
 
     spec = DeltaSpec(num_key_heads=Hk, num_value_heads=Hv, key_dim=dk, value_dim=dv, taps=4)
     cache = jax.eval_shape(lambda: empty_delta(spec, B, jnp.bfloat16))

@@ -243,5 +243,5 @@ OPS: dict[str, Op] = {
     "matmul": Op(MATMUL, ("canonical", "xla"), matmul_case),
     "layer": Op(LAYER, ("canonical", "xla"), layer_case),
     "grouped_matmul": Op(GROUPED_MATMUL, ("triton", "xla"), grouped_case),
-    "gated_delta": Op(GATED_DELTA, ("triton", "xla"), delta_case),
+    "gated_delta": Op(GATED_DELTA, ("mosaic_gpu", "triton", "xla"), delta_case),
 }
