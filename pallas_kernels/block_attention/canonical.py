@@ -13,6 +13,8 @@ Blocks of more than 32 tokens are a prompt's chunks. In a ring, pieces are cut b
 does not hold for rings that wrap, which only drafters have.
 """
 
+import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.block_attention import mosaic_gpu
@@ -30,6 +32,7 @@ ALONE = 96
 # 4,000 on an H100 (jax 0.11.2, 2026-11-26). More shares, and shares of fewer CTAs' walks, lost.
 SHARING = 66
 WALKED_DIMS = 128  # of a head at most: a wider one's two sums do not fit registers
+WRITTEN_ROWS = 512  # of a causal block at most whose pieces are in memory at once
 
 
 def block_attention(
@@ -48,13 +51,34 @@ def block_attention(
     interpret: bool = False,
     table: Int[Array, "B _"] | None = None,
 ) -> Float[Array, "B T N H"]:
-    """See the folder's contract."""
+    """See the folder's contract. Pieces take memory for each of a cache's positions, so those of
+    many rows are computed and merged in turns."""
+
+    def attend(q, lengths, widths):
+        B, T, N, H = q.shape
+        return mosaic_gpu.block_attention(
+            q, k, v, lengths, widths,
+            causal=causal, scale=scale, window=window, sinks=sinks, softcap=softcap, ring=ring,
+            interpret=interpret, tiles=tiles_for(B, T, N, k.shape[2], H), table=table,
+        )  # fmt: skip
+
     B, T, N, H = q.shape
-    return mosaic_gpu.block_attention(
-        q, k, v, lengths, widths,
-        causal=causal, scale=scale, window=window, sinks=sinks, softcap=softcap, ring=ring,
-        interpret=interpret, tiles=tiles_for(B, T, N, k.shape[2], H), table=table,
-    )  # fmt: skip
+    most = written_rows(B, T, N, k.shape[2], H)
+    if most in (0, T) or not causal:
+        return attend(q, lengths, widths)
+    outs = []
+    for first in range(0, T, most):
+        rows = q[:, first : first + most]
+        if outs:  # no turn begins before the last one has ended, and its pieces are free
+            rows, outs[-1] = lax.optimization_barrier((rows, outs[-1]))
+        before = jnp.minimum(widths, first)
+        outs.append(attend(rows, lengths + before, widths - before))
+    return jnp.concatenate(outs, axis=1)
+
+
+def written_rows(B: int, T: int, N: int, K: int, H: int) -> int:
+    """The rows of a causal block whose pieces are in memory at once; 0 if a CTA walks them all."""
+    return 0 if tiles_for(B, T, N, K, H).walk else min(T, WRITTEN_ROWS)
 
 
 def tiles_for(B: int, T: int, N: int, K: int, H: int) -> Tiles:

@@ -89,6 +89,28 @@ def test_strands_of_a_walk_give_the_same_bits(name):
     np.testing.assert_allclose(one.astype(jnp.float32), want, atol=2e-2, rtol=1e-2)
 
 
+@interpreted
+@pytest.mark.parametrize("name", ["plain", pytest.param("window", marks=pytest.mark.long)])
+def test_rows_in_turns_have_the_same_bits(name, monkeypatch):
+    """A block of more rows than have pieces in memory at once; two sequences, one with padding."""
+    q, k, v = operands(2, 10, 512)
+    lengths, widths = jnp.asarray([300, 40]), jnp.asarray([10, 7])
+    how = {"scale": 0.1, "causal": True, "interpret": True} | HOW[name]
+    assert canonical.written_rows(2, 10, 4, 2, 64) == 10
+    whole = canonical.block_attention(q, k, v, lengths, widths, **how)
+    monkeypatch.setattr(canonical, "WRITTEN_ROWS", 4)
+    in_turns = canonical.block_attention(q, k, v, lengths, widths, **how)
+    assert np.abs(np.asarray(whole, np.float32)).max() > 0.1
+    for b, width in enumerate(widths):
+        np.testing.assert_array_equal(in_turns[b, :width], whole[b, :width])
+
+
+def test_a_wide_pass_takes_no_more_memory_for_pieces_than_512_rows():
+    pieces = {rows: canonical.written_rows(1, rows, 16, 2, 256) for rows in (16, 512, 2048)}
+    assert pieces == {16: 16, 512: 512, 2048: 512}
+    assert canonical.written_rows(1, 2048, 32, 4, 128) == 0  # a CTA walks them
+
+
 def test_strands_without_a_walk_are_refused():
     with pytest.raises(ValueError, match="strands is 2: a walk has 1 or more, others 1"):
         dataclasses.replace(WALK, walk=False, strands=2)
