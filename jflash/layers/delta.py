@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, DTypeLike, Float
 
 from jflash.layers.cache import DeltaCache, LayerState, empty_delta
 from jflash.layers.layer import DecoderLayer
-from jflash.layers.passes import Block, Chunk, Pass, Rows
+from jflash.layers.passes import Block, Chunk, Chunks, Pass, Rows
 from jflash.layers.projections import Projection, RMSNorm, output
 from jflash.layers.sums import Sums
 from jflash.records.leaves import Leaf, SideBySide, declare
@@ -66,11 +66,11 @@ class DeltaNet(nn.Module):
                 return self._step(
                     cache, gate, op.Span(over.lengths, real, nothing, cache.slots), over
                 )
-            case Chunk():
+            case Chunk() | Chunks():
                 assert cache is not None
-                real = jnp.clip(over.length - over.offset, 0, count)[None]
-                span = op.Span(over.offset[None], real, real, over.slot[None])
-                return self._step(cache, gate, span, over)
+                slots, offsets, lengths, _ = over.chunks
+                real = jnp.clip(lengths - offsets, 0, count)
+                return self._step(cache, gate, op.Span(offsets, real, real, slots), over)
             case Rows():
                 out = self._whole(gate.fused, over.mask)
                 return op.gated_norm(out, gate, backend="reference"), cache

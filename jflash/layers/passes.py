@@ -133,7 +133,7 @@ class Chunk(NamedTuple):
     def attend(self, spec, projected, cache, sinks=None):
         if isinstance(cache, PagedCache):
             one = one_sequence(cache, self.slot)
-            out, one = self._pages.attend(spec, projected, one, sinks)
+            out, one = self.chunks.attend(spec, projected, one, sinks)
             return out, one._replace(table=cache.table)
         q, k, v = projected.split(self.kernels.heads, cache.k.dtype)
         cache = write_chunk(cache, k, v, self.slot, self.offset)
@@ -150,26 +150,33 @@ class Chunk(NamedTuple):
     def write[C: Cache](self, projected: Projected, cache: C) -> C:
         """The cache with keys and values that this pass does not attend to: a drafter's context."""
         if isinstance(cache, PagedCache):
-            one = self._pages.write(projected, one_sequence(cache, self.slot))
+            one = self.chunks.write(projected, one_sequence(cache, self.slot))
             return one._replace(table=cache.table)
         _, k, v = projected.split(self.kernels.heads)
         return write_context(cache, k, v, self.slot, self.offset, self.length)
 
     @property
-    def _pages(self) -> "Chunks":
-        """This pass where layers have pages, of which it is one row."""
-        return Chunks(self.offset[None], self.kernels)
+    def chunks(self) -> "Chunks":
+        """This pass as one of several; where layers have pages it is one row of them."""
+        return Chunks(self.slot[None], self.offset[None], self.length[None], self.kernels)
 
 
 class Chunks(NamedTuple):
-    """A chunk of each of P prompts [P, C], from their positions `offsets` on.
+    """A chunk of each of P prompts [P, C], of sequences `slots`: at positions `offsets` … of their
+    `lengths` tokens.
 
-    All layers have pages: padding past a prompt's pages is dropped, and later rows overwrite the
-    rest.
+    All layers that attend have pages: padding past a prompt's pages is dropped, and later rows
+    overwrite the rest.
     """
 
+    slots: Int[Array, " P"]
     offsets: Int[Array, " P"]
+    lengths: Int[Array, " P"]
     kernels: Kernels
+
+    @property
+    def chunks(self) -> "Chunks":
+        return self
 
     def attend(self, spec, projected, cache, sinks=None):
         # Each is a causal block that fills its width.

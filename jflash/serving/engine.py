@@ -20,7 +20,6 @@ from jflash.serving.calls.layout import (
     Layout,
     burst_of,
     engine_chunk,
-    refusal_of_prompts,
     refusal_of_some,
     settled,
     steps_of_call,
@@ -105,10 +104,9 @@ class Engine:
         if self.max_context > positions:
             raise ValueError(f"max_context {max_context} passes the model's {positions} positions")
         check_chunk(pair.models, prefill_chunk)
-        refusal = refusal_of_prompts(pair.models)
+        refusal = refusal_of_some(pair.models)
         if refusal and (prompts_at_once or 1) > 1:
             raise ValueError(f"prompts_at_once {prompts_at_once}: {refusal}")
-        refusal = refusal_of_some(pair.models)
         counts = checked_counts(slots_at_once, max_batch, refusal)
         ahead = checked_ahead(prompts_ahead, refusal)
         states = states_kept(pair.models, max_batch, states)

@@ -101,8 +101,8 @@ def pass_sizes(models: Models, shape: Shape) -> tuple[int, ...]:
 
 def takes_long(models: Models) -> bool:
     """Whether the shortest pass of an engine holds LONG_PASS tokens, if its chunk does. Recurrent
-    layers take one prompt at a time, and keep states at the ends of short passes."""
-    alone = models.mesh is None and refusal_of_prompts(models) is None
+    layers keep states at the ends of short passes."""
+    alone = models.mesh is None and refusal_of_some(models) is None and not recurrent(models)
     return alone and models.kernels.attention == "canonical" and weights(models) <= FEW_WEIGHTS
 
 
@@ -172,18 +172,31 @@ def several_prompts(models: Models, layout: Layout) -> tuple[Several, ...]:
     for each prompt but one, 1.5 ms or more of the host, and as many turns of reading the weights.
     With fewer weights it pays for two prompts, of the size that most have; with more where most of
     its rows are theirs, and two large chunks fill the turns of a GPU better than one. A CPU waits
-    for no dispatch.
+    for no dispatch. Rows for nothing would change states, which have no padding: there as many
+    wait as the pass takes.
     """
+    several = _that_pay(models, layout)
+    if recurrent(models):
+        several = tuple(each._replace(least=each.prompts) for each in several)
+    return several
+
+
+def _that_pay(models: Models, layout: Layout) -> tuple[Several, ...]:
     smallest, *larger = chunk_sizes(models, layout.shape)
     smallest = max(smallest, pass_sizes(models, layout.shape)[0])
     if layout.prompts is not None:
         return (Several(layout.prompts, smallest),) if layout.prompts > 1 else ()
-    if refusal_of_prompts(models) or models.kernels.attention != "canonical":
+    if refusal_of_some(models) or models.kernels.attention != "canonical":
         return ()
     if small(models):
         return (Several(PROMPTS, smallest),)
     pairs = [Several(2, size) for size in larger if size <= LARGE_CHUNK]
     return Several(PROMPTS, smallest, PROMPTS - 1), *pairs
+
+
+def recurrent(models: Models) -> bool:
+    """Whether a layer has a state that every row changes."""
+    return any(config.deltas for config in models.configs)
 
 
 def pass_rows(models: Models, layout: Layout) -> int:
@@ -195,12 +208,3 @@ def pass_rows(models: Models, layout: Layout) -> int:
 def refusal_of_some(models: Models) -> str | None:
     """Why all slots step together, if they must."""
     return None if models.one_arithmetic else "a prompt's bits may depend on the others"
-
-
-def refusal_of_prompts(models: Models) -> str | None:
-    """Why a pass computes one prompt alone, if it must."""
-    if refusal := refusal_of_some(models):
-        return refusal
-    if any(config.deltas for config in models.configs):
-        return "recurrent layers take one prompt at a time"
-    return None

@@ -165,11 +165,12 @@ def _computed(
     tokens = jnp.take_along_axis(to.rows.tokens, positions, axis=1, mode="clip")
     # A layer with pages sees only the pools of the other sequences. Where P is 1, a slice of the
     # table's one row from the slot on is that row.
-    over = Chunks(to.offset, kernels)
+    over = Chunks(to.slot, to.offset, to.end, kernels)
     if len(to.slot) == 1:
         over = Chunk(to.slot[0], to.offset[0], to.end[0], kernels)
-        past = len(state.sequences.length)  # a slot that nothing clears
-        state = cleared(state, jnp.where(to.fresh[0], to.slot[0], past))
+    past = len(state.sequences.length)  # a slot that nothing clears
+    for fresh, slot in zip(to.fresh, to.slot, strict=True):
+        state = cleared(state, jnp.where(fresh, slot, past))
     state = with_table(state, to.table)
     hidden, features, target_cache = apply(
         models.target, params.target, tokens, positions, state.target_cache, over, models.taps, last
