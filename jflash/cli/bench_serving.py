@@ -14,7 +14,8 @@ from jflash.io import configure_pair, encode_prompt, load_weights
 from jflash.records.decoding import Decoding
 from jflash.records.kernels import AUTO
 from jflash.serving.batch import check_batch
-from jflash.serving.calls.layout import engine_chunk, steps_of_call
+from jflash.serving.calls.layout import steps_of_call
+from jflash.serving.calls.pass_sizes import engine_chunk
 from jflash.serving.engine import PREFILL_BETWEEN
 from jflash.system.device import describe_device
 from jflash.system.files import whole_file

@@ -26,7 +26,7 @@ from jflash.pair import Models
 from jflash.records.decoding import Decoding
 from jflash.server.reasoning import CLOSE
 from jflash.serving.batch import Job, layout_for, serve
-from jflash.serving.calls.layout import pass_rows
+from jflash.serving.calls.pass_sizes import pass_rows
 from jflash.system.files import appended, read_lines
 
 Turns = Sequence[tuple[str, str]]  # a user's text and the model's answer to it

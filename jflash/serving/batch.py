@@ -14,7 +14,8 @@ from jflash.compiled.shape import Shape, capacity_for
 from jflash.generate import DEFAULTS, Generation, Pair, Seconds
 from jflash.pair import Models
 from jflash.records.decoding import Decoding
-from jflash.serving.calls.layout import Kind, Layout, engine_chunk, steps_of_call
+from jflash.serving.calls.layout import Kind, Layout, steps_of_call
+from jflash.serving.calls.pass_sizes import engine_chunk
 from jflash.serving.engine import Engine
 from jflash.serving.handle import Handle
 from jflash.serving.paging.room import check_room

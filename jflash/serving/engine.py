@@ -14,16 +14,8 @@ from jflash.checks import check_chunk
 from jflash.compiled.shape import Shape
 from jflash.generate import Pair, check_pair
 from jflash.memory import used_memory
-from jflash.serving.calls.layout import (
-    KINDS,
-    Kind,
-    Layout,
-    burst_of,
-    engine_chunk,
-    refusal_of_some,
-    settled,
-    steps_of_call,
-)
+from jflash.serving.calls.layout import KINDS, Kind, Layout, refusal_of_some, settled, steps_of_call
+from jflash.serving.calls.pass_sizes import burst_of, engine_chunk
 from jflash.serving.grammar import Matcher
 from jflash.serving.handle import Handle, results_of
 from jflash.serving.limits import (

@@ -17,8 +17,9 @@ from jflash.proof.under_load import DRAWN, Load
 from jflash.records.decoding import GREEDY, Decoding
 from jflash.records.kernels import AUTO
 from jflash.serving.calls import first_runs, steps
-from jflash.serving.calls import layout as layouts
-from jflash.serving.calls.layout import KINDS, Kind, Layout, Several
+from jflash.serving.calls import pass_sizes as sizes_of_passes
+from jflash.serving.calls.layout import KINDS, Kind, Layout
+from jflash.serving.calls.pass_sizes import Several
 from jflash.serving.engine import STALL, Engine
 from jflash.serving.handle import Handle, result_of
 from jflash.serving.request import Event, Request, Result
@@ -329,7 +330,7 @@ def test_long_prompts_take_larger_chunks_and_keep_their_texts(pair, monkeypatch)
     requests = [Request(prompt_ids=p, max_tokens=9) for p in prompts(2, seed=2, low=180, high=181)]
     texts: list[dict[int, list[int]]] = [{}, {}]
     loops = [loop_of(pair)]
-    monkeypatch.setattr(layouts, "chunk_sizes", lambda models, shape: (CHUNK, 128))
+    monkeypatch.setattr(sizes_of_passes, "chunk_sizes", lambda models, shape: (CHUNK, 128))
     shape = Shape.of(BATCH, CONTEXT, 16, CHUNK)
     loops.append(Loop(pair.models, pair.params, Layout(shape, 9, STEPS, ("greedy",)), b""))
     for loop, got in zip(loops, texts, strict=True):

@@ -14,17 +14,15 @@ from jflash.pair import Models
 from jflash.proof.under_load import DRAWN
 from jflash.records.kernels import XLA, Kernels
 from jflash.serving.calls import layout as layouts
-from jflash.serving.calls.layout import (
-    STEPS_OF_SMALL,
-    STEPS_PER_CALL,
-    Layout,
+from jflash.serving.calls import pass_sizes as sizes_of_passes
+from jflash.serving.calls.layout import STEPS_OF_SMALL, STEPS_PER_CALL, Layout, steps_of_call
+from jflash.serving.calls.pass_sizes import (
     Several,
     burst_of,
     engine_chunk,
     pass_rows,
     pass_sizes,
     several_prompts,
-    steps_of_call,
 )
 from jflash.serving.engine import Engine
 from jflash.serving.handle import Handle, result_of
@@ -217,7 +215,7 @@ def test_on_a_gpu_a_large_model_takes_several_that_fill_its_rows(pair, monkeypat
     assert burst_of(models, shape._replace(chunk=128), 100) == 2
     recurrent = replace(hybrid_pair().models, kernels=models.kernels._replace(delta="triton"))
     assert recurrent.one_arithmetic and pass_sizes(recurrent, shape) == (64, 128, 512)
-    monkeypatch.setattr(layouts, "FEW_WEIGHTS", 0)
+    monkeypatch.setattr(sizes_of_passes, "FEW_WEIGHTS", 0)
     assert several_prompts(models, layout) == (Several(4, 128),)
     assert burst_of(models, shape, 2048) == 32 and pass_rows(models, layout) == 512
     assert steps_of_call(models) == STEPS_OF_SMALL > steps_of_call(pair.models) == STEPS_PER_CALL

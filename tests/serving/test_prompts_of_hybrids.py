@@ -5,7 +5,8 @@ import pytest
 from jflash.compiled.shape import Shape
 from jflash.proof.under_load import DRAWN
 from jflash.serving.calls import prefill, programs
-from jflash.serving.calls.layout import Layout, Several, several_prompts
+from jflash.serving.calls.layout import Layout
+from jflash.serving.calls.pass_sizes import Several, several_prompts
 from jflash.serving.engine import Engine
 from jflash.serving.handle import Handle, Result, result_of
 from jflash.serving.request import Event, Request

@@ -15,7 +15,8 @@ from jflash.memory import memory_budget, tree_bytes
 from jflash.proof import under_load
 from jflash.proof.under_load import DRAWN, Load
 from jflash.serving.calls.constrained import kept_bytes
-from jflash.serving.calls.layout import Layout, engine_chunk, settled
+from jflash.serving.calls.layout import Layout, settled
+from jflash.serving.calls.pass_sizes import engine_chunk
 from jflash.serving.calls.slots import empty_state
 from jflash.serving.engine import Engine
 from jflash.serving.handle import Handle, result_of

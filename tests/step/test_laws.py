@@ -18,7 +18,7 @@ from jflash.prefill import prefill
 from jflash.records.decoding import Decoding, Sampling
 from jflash.records.kernels import Kernels
 from jflash.serving.batch import Job, layout_for
-from jflash.serving.calls.layout import engine_chunk, pass_sizes
+from jflash.serving.calls.pass_sizes import engine_chunk, pass_sizes
 from jflash.speculative import speculative_step
 from tests.support.pairs import (
     one_arithmetic,

@@ -34,7 +34,8 @@ from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.models.params import random_weights
 from jflash.pair import Models, Params
-from jflash.serving.calls.layout import Layout, engine_chunk
+from jflash.serving.calls.layout import Layout
+from jflash.serving.calls.pass_sizes import engine_chunk
 from jflash.serving.calls.programs import compile_programs
 from jflash.serving.collection import only_of_new_objects
 from jflash.serving.engine import PREFILL_BETWEEN, Engine

@@ -18,8 +18,9 @@ from jflash.compiled.stored import compiling
 from jflash.devices.mesh import EVERYWHERE, local, param_specs, spread
 from jflash.pair import Models, Params
 from jflash.serving.calls import prefill
-from jflash.serving.calls.layout import KINDS, Kind, Layout, pass_sizes, settled, several_prompts
+from jflash.serving.calls.layout import KINDS, Kind, Layout, settled
 from jflash.serving.calls.packing import CONTROL, mask_words, row_size
+from jflash.serving.calls.pass_sizes import pass_sizes, several_prompts
 from jflash.serving.calls.slots import empty_state, state_specs, table_columns
 from jflash.serving.calls.some_slots import Stepping, given_slots, slot_counts, steppings
 from jflash.serving.calls.steps import for_host, of_all_kinds, run

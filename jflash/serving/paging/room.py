@@ -13,7 +13,8 @@ from jflash.devices.mesh import local
 from jflash.memory import memory_budget, tree_bytes
 from jflash.pair import Models
 from jflash.serving.calls.constrained import kept_bytes
-from jflash.serving.calls.layout import Layout, engine_chunk, pass_rows, settled, steps_of_call
+from jflash.serving.calls.layout import Layout, settled, steps_of_call
+from jflash.serving.calls.pass_sizes import engine_chunk, pass_rows
 from jflash.serving.calls.slots import empty_state
 from jflash.serving.paging.copies import Copy, empty_copies
 from jflash.serving.paging.states import states_kept

@@ -11,7 +11,8 @@ from jaxtyping import Int
 
 from jflash.layers.cache import DeltaCache
 from jflash.pair import Models
-from jflash.serving.calls.layout import Layout, pass_sizes
+from jflash.serving.calls.layout import Layout
+from jflash.serving.calls.pass_sizes import pass_sizes
 from jflash.serving.calls.slots import sliding
 from jflash.serving.calls.some_slots import places
 from jflash.serving.paging.pages import Name, Pages, chain

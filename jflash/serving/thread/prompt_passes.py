@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jflash.serving.calls.layout import Several, several_prompts
 from jflash.serving.calls.packing import FRESH, STEPS, Row, mask_words, no_pass, pass_of, row_of
+from jflash.serving.calls.pass_sizes import Several, several_prompts
 from jflash.serving.calls.prefill import First
 from jflash.serving.grammar import fill
 from jflash.serving.schedule import Pass

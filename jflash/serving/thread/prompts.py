@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from jflash.compiled.shape import LARGE_CHUNK
-from jflash.serving.calls.layout import Several
+from jflash.serving.calls.pass_sizes import Several
 from jflash.serving.schedule import Pass, passes
 from jflash.serving.thread.device_time import PROMPTS
 from jflash.serving.thread.holdings import Holdings
