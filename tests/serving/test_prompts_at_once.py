@@ -19,6 +19,7 @@ from jflash.serving.calls.layout import STEPS_OF_SMALL, STEPS_PER_CALL, Layout, 
 from jflash.serving.calls.pass_sizes import (
     Several,
     burst_of,
+    copying_sizes,
     engine_chunk,
     pass_rows,
     pass_sizes,
@@ -187,6 +188,7 @@ def test_passes_are_wider_where_a_target_has_experts():
         assert [engine_chunk(models, n) for n in slots] == [128, 512, 512, most, most]
         shape = Shape.of(BATCH, 40960, chunk=most)
         assert pass_sizes(models, shape) == tuple(sorted({64, 128, 512, most}))
+        assert copying_sizes(models, shape) == (64, 128, 512)
         least = 4 if target.deltas else 3  # no pass over nothing may change a state
         several = several_prompts(models, Layout(shape, None, 2))
         assert several == (Several(4, 128, least), Several(2, 512))

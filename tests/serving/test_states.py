@@ -73,6 +73,9 @@ def test_which_states_are_copied():
     assert borders(384, 0, 1000, (64, 512)) == (384, 960)
     assert borders(384, 0, 400, (512,)) == (384,)
     assert borders(128, 128, 150, (32,)) == ()
+    narrow, all = (64, 512), (64, 512, 2048)  # a wide pass stops where narrow ones would end
+    assert borders(0, 0, 1600, narrow) == (1536,) and borders(0, 0, 1600, all) == ()
+    assert every(0, (1536, 1600), all, 99) == [Pass(2048, 1536), Pass(64, 1600)]
     assert borders(192, 64, 200, (32,)) == (192,)
 
 

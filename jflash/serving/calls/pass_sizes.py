@@ -36,6 +36,13 @@ def pass_sizes(models: Models, shape: Shape) -> tuple[int, ...]:
     return (PAGE, *sizes) if sizes[0] > PAGE else sizes
 
 
+def copying_sizes(models: Models, shape: Shape) -> tuple[int, ...]:
+    """The sizes of passes at whose ends recurrent states are copied. A wider pass stops where these
+    would, or the text of one that it holds alone would leave no state for others."""
+    sizes = pass_sizes(models, shape)
+    return tuple(size for size in sizes if size <= LARGE_CHUNK) or sizes
+
+
 def takes_long(models: Models) -> bool:
     """Whether the shortest pass of an engine holds LONG_PASS tokens, if its chunk does. Recurrent
     layers keep states at the ends of short passes."""

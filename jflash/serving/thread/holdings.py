@@ -12,7 +12,7 @@ from jaxtyping import Int
 from jflash.layers.cache import DeltaCache
 from jflash.pair import Models
 from jflash.serving.calls.layout import Layout
-from jflash.serving.calls.pass_sizes import pass_sizes
+from jflash.serving.calls.pass_sizes import copying_sizes
 from jflash.serving.calls.slots import sliding
 from jflash.serving.calls.some_slots import places
 from jflash.serving.paging.pages import Name, Pages, chain
@@ -33,7 +33,7 @@ class Holdings:
         layers = (*state.target_cache, *state.drafter_cache)
         recurrent = any(isinstance(layer, DeltaCache) for layer in layers)
         self.states = States(layout.states if recurrent else None)
-        self._sizes = pass_sizes(models, layout.shape)
+        self._sizes = copying_sizes(models, layout.shape)
         self._first = self._salt = salt
         self._columns = layout.columns
         self._former = deque[bytes](maxlen=FORMER)
