@@ -194,6 +194,9 @@ def test_passes_are_wider_where_a_target_has_experts():
         assert several == (Several(4, 128, least), Several(2, 512))
     other = replace(models, kernels=kernels._replace(matmul="xla"))
     assert engine_chunk(other, 40960) == 128
+    target, drafter = model_shape("gpt-oss-20b")  # of whose windows a slot has pages
+    models = Models(Target(target), Drafter(drafter), drafter.block_size, kernels=kernels)
+    assert target.experts and engine_chunk(models, 40960) == 512
 
 
 def test_on_a_gpu_a_large_model_takes_several_that_fill_its_rows(pair, monkeypatch):

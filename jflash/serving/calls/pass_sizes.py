@@ -55,9 +55,16 @@ def engine_chunk(models: Models, capacity: int) -> int:
     largest = Shape.of(1, capacity, chunk=LARGE_CHUNK)
     if len(chunk_sizes(models, largest)) == 1:
         return PREFILL_CHUNK
-    wide = [WIDE_CHUNK] * bool(models.target.config.experts)
+    wide = [WIDE_CHUNK] * takes_wide(models)
     sizes = *wide, LARGE_CHUNK, *[LONG_PASS] * takes_long(models)
     return next((size for size in sizes if size <= capacity), PREFILL_CHUNK)
+
+
+def takes_wide(models: Models) -> bool:
+    """Whether a pass of WIDE_CHUNK tokens pays and costs no pages. Where layers have windows each
+    slot has room for a pass beside its window."""
+    windows = any(m.window is not None for config in models.configs for m in config.mixers)
+    return bool(models.target.config.experts) and not windows
 
 
 def burst_of(models: Models, shape: Shape, tokens: int) -> int:
