@@ -1,6 +1,7 @@
 """Safetensors to parameters and back, strict both ways."""
 
 import collections
+import contextlib
 import functools
 import re
 from collections.abc import Callable, Iterator
@@ -221,10 +222,14 @@ def save_safetensors(
         edges = np.cumsum([part.shape[0] for part in parts])[:-1]
         for part, piece in zip(parts, np.split(rows, edges), strict=True):
             tensors[part.name] = np.ascontiguousarray(piece)
+    file.touch()
+    mode = file.stat().st_mode  # of a new file here; safetensors' own only its owner may read
     try:
         save_file(tensors, file, metadata={"format": "pt"})
     except SafetensorError as error:  # such as a full disc, which is no OSError there
         raise ValueError(f"cannot write the weights to {file.parent}: {error}") from error
+    with contextlib.suppress(OSError):  # a file system without modes
+        file.chmod(mode)
 
 
 def _files(folder: Path) -> list[Path]:

@@ -73,6 +73,17 @@ def test_a_full_disc_is_told_and_leaves_the_old_weights(pair):
     assert weights.read_bytes() == old and not [*pair.drafter.glob(".*")]
 
 
+def test_who_may_read_the_config_may_read_the_weights(pair):
+    drafter, params = load_drafter(pair.drafter, "float32")
+    before = os.umask(0o027)
+    try:
+        save_checkpoint(pair.drafter, drafter.config, params)
+    finally:
+        os.umask(before)
+    modes = {file.name: file.stat().st_mode & 0o777 for file in pair.drafter.iterdir()}
+    assert modes["model.safetensors"] == modes["config.json"] == 0o640
+
+
 def test_every_tensor_lands_in_its_leaf(pair):
     """Kernels are transposes, fused ones side by side; all else is as stored."""
     stored, params = load_file(pair.target / "model.safetensors"), load_target(pair.target)[1]
