@@ -25,6 +25,7 @@ from jflash.system.device import device_memory
 from jflash.system.files import read_json, write_json
 from jflash.system.locks import locked
 from jflash.training import steps
+from jflash.training.checkpoints import CHECKPOINTS, checkpoints_in, saving
 from jflash.training.curve import draw_curves
 from jflash.training.recipe import TrainConfig
 
@@ -105,10 +106,7 @@ def train(
             stack.enter_context(locked(directory / LOCK, directory))
         _check_claim(directory, settings)
         frozen, data = steps.on_all(mesh, (frozen, data))
-        # Two, so that one is whole whenever the run is killed.
-        options = ocp.CheckpointManagerOptions(max_to_keep=2)
-        manager = ocp.CheckpointManager(directory / "checkpoints", options=options)
-        stack.enter_context(manager)
+        manager = stack.enter_context(checkpoints_in(directory))
         compiled = None
         if (manager.latest_step() or 0) < config.steps:
             # This comes before there is a state, because measuring makes one.
@@ -215,7 +213,8 @@ class _Log(NamedTuple):
             raise ValueError(f"{self.title}: the loss is {loss} at step {step}; nothing was saved")
         # The curve precedes the checkpoint: a resumed run reads it and needs its step in it.
         self.write()
-        self.manager.save(step, args=ocp.args.StandardSave(state))
+        with saving(self.directory):
+            self.manager.save(step, args=ocp.args.StandardSave(state))
 
     def write(self) -> None:
         if jax.process_index() == 0:
@@ -240,7 +239,7 @@ def _newest(
     except Exception as error:  # of Orbax, by a file that a power cut left half written
         why = " ".join(str(error).split())[:160]
         raise ValueError(
-            f"{directory / 'checkpoints' / str(step)} cannot be read: {why}. Without this folder "
+            f"{directory / CHECKPOINTS / str(step)} cannot be read: {why}. Without this folder "
             "the same command goes on from the checkpoint before it, or else from the start"
         ) from None
     return step, restored, [record for record in records if record["step"] <= step]

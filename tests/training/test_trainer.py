@@ -1,9 +1,13 @@
 """The trainer resumes to the same bits, and its losses fall and are what they say."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +29,7 @@ from jflash.training.trainer import LOCK, Evaluation, train
 from tests.support.pairs import target_config
 from tiny_pair.target_lm import TrainedTarget, init_target, target_loss
 
+ROOT = Path(__file__).parents[2]
 CONFIG = TrainConfig(
     steps=36, batch_size=4, learning_rate=1e-2, steps_per_call=4, checkpoint_every=8, seed=5
 )
@@ -141,6 +146,32 @@ def test_what_orbax_raises_is_a_line(tmp_path, monkeypatch):
     monkeypatch.setattr(manager, "restore", restore)
     with pytest.raises(ValueError, match=r"/8 cannot be read: Error while reading an .{,250}$"):
         trainer._newest(manager, steps.TrainState({}, {}), tmp_path)
+
+
+FULL_DISC = """
+import resource, sys
+from jflash.cli.command import Parser, run_command
+from tests.training.test_trainer import CONFIG, MODEL, init_target, rows, run
+
+def body(_):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8000, resource.RLIM_INFINITY))
+    run(params=init_target(MODEL, 0), data=rows(), config=CONFIG, directory=sys.argv[1])
+
+sys.exit(run_command(Parser("train", ""), body, []))
+"""
+
+
+def test_a_checkpoint_on_a_full_disc_is_a_line_and_the_training_goes_on_with_room(tmp_path):
+    """In a process of its own, as Orbax's threads outlive the error, and print tracebacks of it."""
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'scripts'}"}
+    command = [sys.executable, "-c", FULL_DISC, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert f"train: cannot write {tmp_path}/checkpoints: " in done.stderr
+    assert "File too large. The same command goes on" in done.stderr
+    assert "Traceback" not in done.stderr
+    job = {"params": init_target(MODEL, 0), "data": rows(), "config": CONFIG}
+    assert run(**job, directory=tmp_path).step == CONFIG.steps
 
 
 def test_steps_that_do_not_fit_are_refused_before_one_is_run(tmp_path, monkeypatch):
