@@ -19,6 +19,7 @@ from jflash.evals.folder import (
     join_parts,
     open_folder,
     read_answers,
+    whole_baseline,
 )
 from jflash.evals.plots import write_plots
 from jflash.evals.report import table
@@ -91,6 +92,7 @@ def _evaluate(
     width, problems = run.files.models.block_size, run.evaluation.problems
     answers, baseline = answers_of(run, folder, options, hosts)
     # What an earlier run was asked for stays in the summary.
+    baseline = whole_baseline(folder, answers) if baseline is None else baseline
     results_of = execute_all if options.execute else executed
     results = results_of(options.dataset, problems, answers, folder / "executed.jsonl")
     answers = with_results(answers, results)

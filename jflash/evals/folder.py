@@ -139,6 +139,13 @@ def read_answers(file: Path) -> list[dict[str, Any]]:
     return _once([file])
 
 
+def whole_baseline(folder: Path, answers: Sequence[dict[str, Any]]) -> list[dict[str, Any]] | None:
+    """Plain decoding's answers in a run's folder, if there is one to each of these prompts."""
+    plain = read_answers(folder / "baseline.jsonl")
+    ours, theirs = ({(r["index"], r["turn"]) for r in records} for records in (answers, plain))
+    return plain if ours == theirs else None
+
+
 def _once(files: Sequence[Path]) -> list[dict[str, Any]]:
     answers: dict[tuple[int, int], dict[str, Any]] = {}
     lines = ((file, number, r) for file in files for number, r in enumerate(read_lines(file), 1))

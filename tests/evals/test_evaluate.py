@@ -262,6 +262,21 @@ def test_the_baseline_and_every_drafter_say_the_same(run, data, tmp_path):
         assert tau == 1 if name != "random" else tau < 2
 
 
+def test_a_later_run_without_baseline_keeps_a_whole_one(run, data, unbroken, tmp_path):
+    """Its answers lie there, and took as long as ours: only one of a part of the prompts is left
+    out, as it compares with nothing."""
+    folder = tmp_path / "out"
+    shutil.copytree(unbroken, folder)
+    plain = lines(folder / "answers.jsonl")
+    plain[0]["token_ids"][1] += 1
+    texts = [json.dumps(record) + "\n" for record in plain]
+    (folder / "baseline.jsonl").write_text("".join(texts))
+    baseline = run(data, folder)[0]["baseline"]
+    assert (baseline["answers"], baseline["identical_outputs"]) == (COUNT, COUNT - 1)
+    (folder / "baseline.jsonl").write_text("".join(texts[1:]))
+    assert "baseline" not in run(data, folder)[0]
+
+
 def test_other_tokens_than_another_run_has_are_told(data, unbroken, tmp_path, capsys):
     other = tmp_path / "other"
     shutil.copytree(unbroken, other)
