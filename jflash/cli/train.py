@@ -175,7 +175,7 @@ def train(args: Options, hosts: Hosts) -> None:
     if finished.exists():  # removed last, so that no call resumes the old training
         (work / "training").mkdir(parents=True, exist_ok=True)
         with locked(work / "training" / LOCK, work):
-            shutil.rmtree(work)
+            empty(work)
         finished.unlink()
     work.mkdir(parents=True, exist_ok=True)
     found = answered(args, prepared, work, hosts)
@@ -184,6 +184,15 @@ def train(args: Options, hosts: Hosts) -> None:
         return
     conversations = without_loops(found, args.keep_looping)
     learn(args, training, prepared.whole(free=True), conversations, work, begin)
+
+
+def empty(folder: Path) -> None:
+    """Removes all that lies in a folder, and leaves what may be a link to it."""
+    for found in folder.iterdir():
+        if found.is_dir() and not found.is_symlink():
+            shutil.rmtree(found)
+        else:
+            found.unlink()
 
 
 def learn(

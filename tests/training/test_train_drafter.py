@@ -223,6 +223,21 @@ def test_another_target_at_the_same_path_answers_and_teaches_anew(place, tmp_pat
     assert len(made) == 2  # the answers of one target are none of the other's
 
 
+def test_overwrite_empties_a_work_folder_that_is_a_link(place, tmp_path, capsys):
+    """As to a larger disc: the new training lies there too, and nothing of the old one."""
+    (place / "linked-work").symlink_to(tmp_path)
+    shutil.copytree(place / "drafter", place / "linked")
+    (tmp_path / "training").mkdir()
+    (tmp_path / "training/curve.json").write_text("[]")
+    (tmp_path / "answers-of-old.jsonl").write_text("")
+    short = {"steps": 2, "data": place / "few.jsonl", "overwrite": FLAG} | NO_LOOK
+    (place / "few.jsonl").write_text(json.dumps({"prompt": QUESTIONS[0]}) + "\n")
+    assert command(place, "linked", **short) == 0, capsys.readouterr().err
+    assert (place / "linked-work").is_symlink()
+    assert not (tmp_path / "answers-of-old.jsonl").exists()
+    assert [r["step"] for r in json.loads((tmp_path / "training/curve.json").read_text())] == [2]
+
+
 def test_dry_run_says_what_it_takes_and_leaves_nothing(place, capsys):
     """Of a target without a tokenizer, by ids alone."""
     ids = [json.dumps({"prompt_ids": list(question.encode())}) for question in QUESTIONS]
