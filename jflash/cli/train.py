@@ -19,6 +19,7 @@ from jflash.cli.options.train import (
     answer_samplings,
     train_config,
     train_objective,
+    work_folder,
 )
 from jflash.cli.training_dry_run import dry_run
 from jflash.cli.training_run import Prepared, prepare
@@ -155,7 +156,7 @@ def check_outside(work: Path, args: Options) -> None:
 
 def train(args: Options, hosts: Hosts) -> None:
     begin = time.monotonic()
-    work = args.output.with_name(args.output.name + "-work")
+    work = work_folder(args.output)
     learns = args.dry_run or (work / "training" / RUN).exists()  # it has all answers, or needs none
     if args.replicas is not None and not learns:
         answer_by_replicas(args)

@@ -466,6 +466,8 @@ def test_bad_input_is_refused_before_a_weight_is_read(refused, data, tmp_path):
     refused([*same, "odd", "--data", str(data)], "odd", "gsm8k")
     refused([*with_data, "--execute"], "gsm8k has no programs")
     refused([*with_data, "--batch", "0"], "--batch 0")
+    below = str(data / "x" / "y")
+    refused([*with_data, "--output", below], f"--output {below}: {data} is a file, no folder: give")
     refused([*with_data, "--limit", "0"], "limit of 0")
     refused([*with_data, "--reference-order", "--limit", "3"], "--reference-order")
     refused([*with_data, "--baseline", "--drafter", "none"], "plain decoding already")

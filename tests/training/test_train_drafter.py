@@ -325,6 +325,11 @@ def test_bad_input_is_a_line(place, capsys):
     assert "/..: give a folder's name" in capsys.readouterr().err
     assert command(place, "prompts.jsonl") == 2  # before anything is answered or learnt
     assert "prompts.jsonl is a file: the drafter gets a folder" in capsys.readouterr().err
+    assert command(place, "prompts.jsonl/x") == 2
+    assert "prompts.jsonl is a file, no folder: give another" in capsys.readouterr().err
+    (place / "taken-work").write_text("")
+    assert command(place, "taken") == 2
+    assert "taken-work is a file, where its answers would lie: move it" in capsys.readouterr().err
     itself = NO_FORM | {"init_from": place / "itself", "overwrite": FLAG}
     assert command(place, "itself", **itself) == 2
     assert "itself is both read and written: choose another" in capsys.readouterr().err

@@ -228,6 +228,7 @@ def test_bad_input_is_a_line(files, tmp_path, capsys):
         ([*made, "--system", "Be brief."], "--system without --written-by TARGET"),
         (["--output", tmp_path, "--overwrite", *made], "is a folder: give a file"),
         (["--output", made[-1], "--overwrite", *made], "would replace"),
+        (["--output", made[-1] / "x", *made], "problems.jsonl is a file, no folder: give another"),
     ]:
         assert command(*output, *given) == 2
         assert complaint in capsys.readouterr().err.splitlines()[-1]

@@ -12,7 +12,7 @@ from jflash.cli.options.pair import (
     sampling_options,
 )
 from jflash.cli.options.replicas import check_replicas, replica_options
-from jflash.cli.options.values import at_least_1, refuse
+from jflash.cli.options.values import at_least_1, refuse, refuse_below_file
 from jflash.evals.datasets import DATASETS, REFERENCE_COUNT, REFERENCE_SHUFFLE
 
 AS_REFERENCE = f"--shuffle {REFERENCE_SHUFFLE} --limit {REFERENCE_COUNT}"
@@ -75,3 +75,5 @@ def check(options: Options) -> None:
     both = o.replicas is not None and o.num_hosts is not None
     refuse(both, f"--replicas {o.replicas} with --num-hosts {o.num_hosts}: Ray has its hosts")
     check_pair(o, drawn=o.temperature > 0)
+    if o.output is not None:
+        refuse_below_file(o.output)

@@ -12,6 +12,7 @@ from jflash.cli.options.values import (
     check_seed,
     option_name,
     refuse,
+    refuse_below_file,
     refuse_missing,
     refuse_replacing,
 )
@@ -48,6 +49,7 @@ def declare(parser: Parser) -> None:
 
 def check(args: Options) -> None:
     refuse(args.output.is_dir(), f"--output {args.output} is a folder: give a file")
+    refuse_below_file(args.output)
     exists = args.output.exists() and not args.overwrite
     refuse(exists, f"{args.output} exists already: pass --overwrite to replace it")
     for name, least in (("variants", 0), ("count", 1), ("batch", 1), ("max_new_tokens", 1)):

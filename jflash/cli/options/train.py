@@ -20,6 +20,7 @@ from jflash.cli.options.values import (
     ids,
     option_name,
     refuse,
+    refuse_below_file,
     refuse_missing,
 )
 from jflash.records.decoding import Sampling
@@ -118,6 +119,11 @@ def _evaluation_options(add) -> None:
     add("--eval-batch", type=int, default=EVAL_BATCH)
 
 
+def work_folder(output: Path) -> Path:
+    """Where the answers and the training of a drafter lie."""
+    return output.with_name(output.name + "-work")
+
+
 def share(text: str) -> Share:
     try:
         index, of = (int(part) for part in text.split("/"))
@@ -156,6 +162,10 @@ def check(args: Options) -> None:
     refuse(file, f"--output {args.output} is a file: the drafter gets a folder")
     unnamed = f"--output {args.output}: give a folder's name, beside which NAME-work may lie"
     refuse(args.output.name in ("", ".."), unnamed)
+    refuse_below_file(args.output)
+    work = work_folder(args.output)
+    file = work.exists() and not work.is_dir()
+    refuse(file, f"--output {args.output}: {work} is a file, where its answers would lie: move it")
     check_hosts(args)
     check_replicas(args)
     check_shared(args)

@@ -84,3 +84,10 @@ def refuse_replacing(output: Path, source: Path) -> None:
     """ValueError if the file to write is one that is read, by whatever path."""
     same = output.exists() and source.exists() and output.samefile(source)
     refuse(same, f"--output {output} would replace {source}, which is read: give another file")
+
+
+def refuse_below_file(output: Path) -> None:
+    """ValueError if the path of what is written leads through a file, before any work is done."""
+    for place in output.parents:
+        file = place.exists() and not place.is_dir()
+        refuse(file, f"--output {output}: {place} is a file, no folder: give another path")
