@@ -191,6 +191,7 @@ def test_bad_input_is_a_line(files, tmp_path, capsys):
         (tmp_path / name).write_bytes(content)
     made = ["--questions", files["problems.jsonl"]]
     test = [*made, "--exclude-test"]
+    greedy = [*made, "--written-by", "any", "--temperature", "0"]
     for given, complaint in [
         ([], "no source of prompts"),
         (["--exclude-test", files["test.jsonl"]], "no source of prompts"),
@@ -220,6 +221,11 @@ def test_bad_input_is_a_line(files, tmp_path, capsys):
         ([*made, "--top-p", "0"], "--top-p 0.0 without --written-by TARGET"),
         ([*made, "--count", "5"], "--count 5 without --written-by TARGET"),
         ([*made, "--written-by", "any", "--top-p", "0"], "top_p 0.0: above 0"),
+        (
+            [*greedy, "--count", "2"],
+            "--count 2 at temperature 0: greedy turns are all the same",
+        ),
+        ([*greedy, "--system", "a", "--system", "b", "--count", "3"], "--system, so at most 2"),
         ([*made, "--max-new-tokens", "0"], "--max-new-tokens must be at least 1"),
         ([*made, "--written-by", ""], "--written-by '': give a folder"),
         ([*made, "--variants", "3"], "--variants 3 without --gsm8k-train"),

@@ -75,6 +75,10 @@ def check(args: Options) -> None:
         idle = getattr(args, name) != usual and not args.written_by
         refuse(idle, f"{option_name(name)} {getattr(args, name)} without --written-by TARGET")
     drawing(args)
+    most = len(args.system or [None])
+    same = args.written_by and args.temperature == 0 and args.count > most
+    why = f"--count {args.count} at temperature 0: greedy turns are all the same, one for each "
+    refuse(same, why + f"--system, so at most {most}")
 
 
 def drawing(args: Options) -> Sampling:
