@@ -31,6 +31,7 @@ from jflash.io import (
 )
 from jflash.io.digest import checkpoint_digest
 from jflash.records.decoding import Decoding
+from jflash.system.files import make_folder
 from jflash.system.hosts import Hosts, joined
 from jflash.system.locks import locked
 from jflash.system.replicas import cluster, made
@@ -173,12 +174,12 @@ def train(args: Options, hosts: Hosts) -> None:
     if args.dry_run:
         dry_run(args, training, prepared)
         return
+    make_folder(work)
     if finished.exists():  # removed last, so that no call resumes the old training
-        (work / "training").mkdir(parents=True, exist_ok=True)
+        (work / "training").mkdir(exist_ok=True)
         with locked(work / "training" / LOCK, work):
             empty(work)
         finished.unlink()
-    work.mkdir(parents=True, exist_ok=True)
     found = answered(args, prepared, work, hosts)
     if found is None or args.answer_part.of > 1:
         print(f"part {args.answer_part.index} of {args.answer_part.of} of the answers is made")

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jflash.system.files import read_lines, write_json, write_text
+from jflash.system.files import make_folder, read_lines, write_json, write_text
 from jflash.system.locks import locked
 
 SETTINGS, LOCK = "run.json", "run.lock"
@@ -34,7 +34,7 @@ def open_folder(folder: Path, settings: dict[str, Any], overwrite: bool) -> Iter
     file = folder / SETTINGS
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file, expected a folder for the results")
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     with locked(folder / LOCK, folder):
         if overwrite:
             for name in (SETTINGS, *LINES, *RESULTS):

@@ -27,7 +27,7 @@ from jflash.models.params import random_params
 from jflash.pair import Models, Params
 from jflash.records.config import DrafterConfig, TargetConfig
 from jflash.records.kernels import AUTO
-from jflash.system.files import replacing, write_text
+from jflash.system.files import make_folder, replacing, write_text
 
 DTYPES = ("float32", "bfloat16")
 
@@ -274,7 +274,7 @@ def save_checkpoint(
     raw = to_hf_config(config, dtype) | (extra_config or {})
     if not overwrite and (folder / "config.json").exists():
         raise ValueError(f"{folder} holds a checkpoint already")
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     with replacing(folder / "model.safetensors") as part:
         save_safetensors(part, names_of(raw), config, params, dtype)
     remove_orbax(folder)

@@ -67,6 +67,11 @@ def _part(path: Path) -> Path:
     return path.with_name(f".{path.name}.part")
 
 
+def make_folder(folder: Path) -> None:
+    """Makes a folder that is missing, and with it those above; of a link the one that it names."""
+    folder.resolve().mkdir(parents=True, exist_ok=True)
+
+
 def write_bytes(path: Path, data: bytes) -> None:
     """Writes a file that its owner alone may read, whole, or leaves it unchanged.
 

@@ -84,6 +84,15 @@ def test_who_may_read_the_config_may_read_the_weights(pair):
     assert modes["model.safetensors"] == modes["config.json"] == 0o640
 
 
+def test_a_link_to_a_folder_to_come_is_followed(pair, tmp_path):
+    """It was no folder and could not become one, which came out when a training had ended."""
+    drafter, params = load_drafter(pair.drafter, "float32")
+    (tmp_path / "link").symlink_to(tmp_path / "far" / "drafter")
+    save_checkpoint(tmp_path / "link", drafter.config, params)
+    assert (tmp_path / "far/drafter/model.safetensors").is_file()
+    assert load_drafter(tmp_path / "link")[0].config == drafter.config
+
+
 def test_every_tensor_lands_in_its_leaf(pair):
     """Kernels are transposes, fused ones side by side; all else is as stored."""
     stored, params = load_file(pair.target / "model.safetensors"), load_target(pair.target)[1]

@@ -223,7 +223,7 @@ def test_another_target_at_the_same_path_answers_and_teaches_anew(place, tmp_pat
     assert len(made) == 2  # the answers of one target are none of the other's
 
 
-def test_overwrite_empties_a_work_folder_that_is_a_link(place, tmp_path, capsys):
+def test_folders_may_be_links_and_overwrite_empties_them(place, tmp_path, capsys):
     """As to a larger disc: the new training lies there too, and nothing of the old one."""
     (place / "linked-work").symlink_to(tmp_path)
     shutil.copytree(place / "drafter", place / "linked")
@@ -236,6 +236,12 @@ def test_overwrite_empties_a_work_folder_that_is_a_link(place, tmp_path, capsys)
     assert (place / "linked-work").is_symlink()
     assert not (tmp_path / "answers-of-old.jsonl").exists()
     assert [r["step"] for r in json.loads((tmp_path / "training/curve.json").read_text())] == [2]
+    for name in ("later", "later-work"):  # links to folders that are not there yet
+        (place / name).symlink_to(tmp_path / name)
+    assert command(place, "later", **short) == 0, capsys.readouterr().err
+    assert (tmp_path / "later/config.json").is_file() and (
+        tmp_path / "later-work/training"
+    ).is_dir()
 
 
 def test_dry_run_says_what_it_takes_and_leaves_nothing(place, capsys):
