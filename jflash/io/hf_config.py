@@ -77,7 +77,13 @@ def target_config(raw: dict[str, Any]) -> TargetConfig:
     if family is not None:
         tied = family.DEFAULTS["tie_word_embeddings"]
         seen = getattr(family, "UNREAD", {})
-        return family.target(text_config(raw, tied, seen) if _sees(family, name) else raw)
+        own = text_config(raw, tied, seen) if _sees(family, name) else raw
+        if checked(own, ["is_causal"]).get("is_causal") is False:  # as embedding models say it
+            raise ValueError(
+                "is_causal false: tokens of such a model attend to later ones, so it continues no "
+                "text: take a model that generates"
+            )
+        return family.target(own)
     hint = " (a drafter: give it as --drafter)" if drafts(name) else ""
     raise ValueError(f"unsupported target {_printed(name)}{hint}; supported: {', '.join(TARGETS)}")
 

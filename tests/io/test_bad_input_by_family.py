@@ -63,6 +63,8 @@ def test_bad_input_is_refused_by_its_name(case, tmp_path):
     assert "'longrope' is not supported" in refused(rope)
     codes = edited(source, tmp_path / "codes", quantization_config={"quant_method": "exl2"})
     assert "exl2" in refused(codes)
+    sees_later = edited(source, tmp_path / "causal", is_causal=False)
+    assert "is_causal false: tokens of such a model attend to later ones" in refused(sees_later)
     other = CASES[CASES.index(case) - 1] / "drafter"
     assert "the drafter does not fit the target: " in refused(source, other)
     raw = json.loads((source / "config.json").read_text())
