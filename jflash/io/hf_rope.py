@@ -81,9 +81,23 @@ def rope_by_kind(
     for kind, default in kinds.items():
         own = {k: v for k, v in given.get(kind, default).items() if v is not None}
         own = {"rope_theta": default["rope_theta"]} | own
+        _refuse_beside(raw, kind, own)
         most = raw["max_position_embeddings"]
         ropes[kind] = rope_config({"rope_parameters": own}, most, head_dims[kind])
     return ropes
+
+
+def _refuse_beside(raw: dict[str, Any], kind: str, own: dict[str, Any]) -> None:
+    """ValueError for a partial_rotary_factor for all kinds of layers that is not that of `own`.
+
+    transformers puts it in place of a kind's own, unless the kind is rotated by a plain RoPE.
+    """
+    name, form = "partial_rotary_factor", own.get("rope_type") or own.get("type") or "default"
+    if form != "default" and raw.get(name) not in (None, own.get(name, 1.0)):
+        raise ValueError(
+            f"{name} {shown(raw[name])} beside rope_parameters, whose {kind} has "
+            f"{shown(own.get(name, 1.0))}: keep the one that is meant"
+        )
 
 
 def _proportional(given: dict[str, Any], raw: dict[str, Any], head_dim: int) -> ProportionalScaling:

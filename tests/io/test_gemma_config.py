@@ -179,6 +179,7 @@ def test_gemma_4s_defaults_are_those_of_transformers():
             {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
             "rope_scaling .* is not supported",
         ),
+        ({"partial_rotary_factor": 0.5}, "beside rope_parameters, whose full_attention has 0.25"),
         ({"num_experts": 7}, "wrong shape: model.layers.0.router.proj.weight"),
         ({"top_k_experts": None}, "enable_moe_block needs top_k_experts"),
         ({"per_layer_config": {"0": {"head_dim": 8}}}, "per_layer_config must give the layers"),
