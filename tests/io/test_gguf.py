@@ -240,6 +240,24 @@ def test_llama_3_scaling_is_found_in_its_factors(factor, tmp_path):
     open_checkpoint(file).check(open_checkpoint(file).config(target_config))
 
 
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("form", ["linear", "yarn"])
+def test_a_scaled_rope_is_that_of_the_same_target_in_hugging_faces_form(arch, form, tmp_path):
+    """As llama.cpp's converter writes it: YaRN with the length of texts before."""
+    ours = {"factor": 4.0, "original_max_position_embeddings": 60}
+    theirs = {"type": form, "factor": 4.0, "original_context_length": 60}
+    if form == "linear":
+        del ours["original_max_position_embeddings"], theirs["original_context_length"]
+    change = {f"{arch}.rope.scaling.{key}": value for key, value in theirs.items()}
+    checkpoint = open_checkpoint(write_gguf(tmp_path / "m.gguf", arch, change=change))
+    config, plain = checkpoint.config(target_config), write_gguf(tmp_path / "n.gguf", arch)
+    unscaled = open_checkpoint(plain).raw
+    assert "rope_scaling" not in unscaled
+    assert config == target_config(unscaled | {"rope_scaling": {"rope_type": form, **ours}})
+    assert config != target_config(unscaled)
+    checkpoint.check(config)
+
+
 def test_other_frequency_factors_are_refused(tmp_path):
     other = Llama3Scaling(
         factor=8.0, low_freq_factor=1.0, high_freq_factor=2.0,
@@ -299,6 +317,9 @@ def test_stops_are_also_the_ends_of_a_turn_that_no_key_names(tmp_path):
     assert stop_token_ids(write_gguf(tmp_path / "n.gguf", change=change)) == [ASSISTANT]
 
 
+LENGTH = "llama.rope.scaling.original_context_length"
+YARN = {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0, LENGTH: 60}
+FACTORS = {"rope_freqs.weight": (np.ones(HEADS["llama"][2] // 2, np.float32), Kind.F32)}
 Q = (np.zeros((256, 84), np.uint8), Kind.Q2_K)
 SQUARE = (np.zeros((WIDTH, WIDTH), np.float32), Kind.F32)
 BAD = {
@@ -306,7 +327,12 @@ BAD = {
     "drafter": (dict(arch="dflash-draft"), {}, "architecture 'dflash-draft' are not read, only"),
     "no key": ({}, {"llama.block_count": None}, "the metadata lacks llama.block_count"),
     "mixture": ({}, {"llama.expert_count": 8}, r"not supported: llama\.expert_count \(8\)"),
-    "yarn": ({}, {"llama.rope.scaling.type": "yarn"}, r"rope\.scaling\.type 'yarn' is not"),
+    "longrope": ({}, {"llama.rope.scaling.type": "longrope"}, r"scaling\.type 'longrope' is not"),
+    "yarn": ({}, {"llama.rope.scaling.type": "yarn"}, r"lacks llama\.rope\.scaling\.factor"),
+    "yarn, partly": ({}, YARN | {LENGTH: None}, rf"lacks {LENGTH}"),
+    "yarn, another": ({}, YARN | {"llama.rope.scaling.attn_factor": 0.5}, r"attn_factor \(0\.5\)"),
+    "yarn of Gemma": (dict(arch="gemma3"), {"gemma3.rope.scaling.type": "yarn"}, "'yarn' is not"),
+    "twice scaled": (dict(data=FACTORS), YARN, "beside llama.rope.scaling.factor: only one is"),
     "linear": ({}, {"llama.rope.scaling.factor": 2.0}, r"rope\.scaling\.factor \(2\.0\)"),
     "window": ({}, {"llama.attention.sliding_window": 64}, "sliding_window"),
     "encoder": ({}, {"llama.attention.causal": False}, "causal: false"),

@@ -39,6 +39,9 @@ _ALSO_KNOWN = {
     "tensor_data_layout",
 }  # fmt: skip
 _OF_GEMMA = {"attention.sliding_window", "rope.scaling.factor", "rope.freq_base_swa"}
+# Kinds of scaled RoPE, and what a file says of each. Gemma's is that of layers without windows.
+_FACTOR, _ORIGINAL = "rope.scaling.factor", "rope.scaling.original_context_length"
+_SCALED = {"linear": (_FACTOR,), "yarn": (_FACTOR, _ORIGINAL)}
 GEMMA_27B = 62  # layers, by which llama.cpp tells the model whose scores have a scale of their own
 _STOPS = ("eos_token_id", "eot_token_id", "eom_token_id")  # of a text, a turn, a message
 _TOKENS = "tokenizer.ggml.tokens"
@@ -47,7 +50,7 @@ TURN_ENDS = {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>
 _KEYS = {
     SIZE: "block_count embedding_length feed_forward_length context_length vocab_size"
     " attention.head_count attention.head_count_kv attention.key_length attention.value_length"
-    " rope.dimension_count attention.sliding_window",
+    " rope.dimension_count attention.sliding_window rope.scaling.original_context_length",
     POSITIVE: "attention.layer_norm_rms_epsilon rope.freq_base rope.freq_base_swa"
     " rope.scaling.factor",
     SWITCH: "attention.causal",
@@ -84,7 +87,15 @@ def hf_config_of(file: GgufFile) -> dict[str, Any]:
     }
     if name == "gemma3":
         config |= _gemma(file, metadata, config)
+    elif (scaling := metadata.get("rope.scaling.type", "none")) != "none":
+        names = {_FACTOR: "factor", _ORIGINAL: "original_max_position_embeddings"}
+        given = {names[key]: file.need(f"{name}.{key}") for key in _SCALED[scaling]}
+        config["rope_scaling"] = {"rope_type": scaling} | given
     if ROPE_FACTORS in file.tensors:
+        if "rope_scaling" in config:
+            raise ValueError(
+                f"{file.path}: {ROPE_FACTORS} beside {name}.{_FACTOR}: only one is supported"
+            )
         config["rope_scaling"] = _rope_scaling(file, config["rope_theta"], config["head_dim"])
     stops = stop_ids(file)
     return config | ({"eos_token_id": stops} if stops else {})
@@ -153,11 +164,11 @@ def _metadata(file: GgufFile, name: str) -> dict[str, Any]:
     metadata = metadata_of(file, name)
     scaling = metadata.get("rope.scaling.type", "none")
     gemma = name == "gemma3"
-    if scaling != "none" and not (gemma and scaling == "linear"):
+    if scaling not in ("none", "linear", *(() if gemma else _SCALED)):
         raise ValueError(f"{file.path}: {name}.rope.scaling.type {scaling!r} is not supported")
     if not metadata.get("attention.causal", True):
         raise ValueError(f"{file.path}: {name}.attention.causal: false is not supported")
-    refuse_foreign(file, name, metadata, _OF_GEMMA if gemma else set())
+    refuse_foreign(file, name, metadata, _OF_GEMMA if gemma else _SCALED.get(scaling, ()))
     return metadata
 
 
