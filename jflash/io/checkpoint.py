@@ -12,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 from jflash.io.families.variants import MASK_ROW
 from jflash.io.folder import Fill
 from jflash.io.foreign import one_line
+from jflash.io.hf_values import shown
 from jflash.io.orbax_checkpoint import PARAMS, Orbax, is_orbax
 from jflash.io.safetensors_checkpoint import TWICE, Safetensors
 from jflash.records.config import DrafterConfig, TargetConfig
@@ -82,6 +83,7 @@ def resolve(source: str | Path) -> Path:
     if path.is_dir():
         if not any(path.iterdir()):
             raise ValueError(f"{path} is an empty folder")
+        _refuse_dead_links(path)
         return path
     if path.suffix == ".gguf":
         if not path.exists():
@@ -92,6 +94,18 @@ def resolve(source: str | Path) -> Path:
     if not HUB_ID.fullmatch(str(source)):
         raise ValueError(f"{source}: no such folder, and not a hub id (organisation/name)")
     return _download(str(source))
+
+
+def _refuse_dead_links(folder: Path) -> None:
+    """ValueError for links to files that are gone, such as those of a hub's cache that was pruned:
+    a file that may be absent, such as generation_config.json, would be passed over."""
+    links = (link for link in folder.iterdir() if link.is_symlink() and not link.exists())
+    links = (link for link in links if not any(map(link.match, HUB_PASSED)))
+    read = (link.name for link in links if any(map(link.match, HUB_FILES)))
+    if names := ", ".join(map(shown, sorted(read))):
+        raise ValueError(
+            f"{folder}: links to files that are not there: {names}: download the checkpoint again"
+        )
 
 
 def _download(hub_id: str) -> Path:

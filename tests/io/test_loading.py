@@ -208,6 +208,23 @@ def test_shards_that_are_missing_cut_or_not_indexed(pair):
     assert "has no weight_map" in error_of(pair.target)
 
 
+@pytest.mark.parametrize(
+    "name", ["config.json", "model.safetensors", "generation_config.json", "chat_template.jinja"]
+)
+def test_a_link_to_a_file_that_is_gone_is_named(pair, name):
+    """As in a hub's cache that was pruned; without its generation_config other ids end a text."""
+    (pair.target / "notes.md").symlink_to("gone")  # which is never read
+    (pair.target / "consolidated.safetensors").symlink_to("gone")  # a second copy is passed over
+    load_target(pair.target)
+    (pair.target / name).unlink(missing_ok=True)
+    (pair.target / name).symlink_to("gone")
+    assert error_of(pair.target).endswith(
+        f"links to files that are not there: '{name}': download the checkpoint again"
+    )
+    with pytest.raises(ValueError, match="links to files that are not there"):
+        stop_token_ids(pair.target)
+
+
 def test_both_checkpoints_are_checked_before_either_is_read(pair, monkeypatch):
     edit_tensors(pair.drafter, drop=("norm.weight",))
     read = []
