@@ -147,10 +147,14 @@ def test_only_younger_texts_that_fill_an_older_ones_program_overtake(texts, orde
     assert [found.count(i) for i in once] == [jobs[i][1] for i in once]
 
 
-def at_once(pair, requests: list[Request]) -> tuple[list[Result], list[int]]:
+LAYOUT = Layout(Shape.of(BATCH, 256, 16, 32), 16, 2, prompts=3)
+
+
+def at_once(
+    pair, requests: list[Request], layout: Layout = LAYOUT
+) -> tuple[list[Result], list[int]]:
     """The results of requests that come at once, by passes over three prompts at most; and of how
     many prompts each pass was that chose first tokens."""
-    layout = Layout(Shape.of(BATCH, 256, 16, 32), 16, 2, prompts=3)
     loop, sizes = Loop(pair.models, pair.params, layout, b""), list[int]()
     passes: Any = loop.prompts.passes
     whole = passes.whole

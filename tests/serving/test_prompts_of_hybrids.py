@@ -8,10 +8,9 @@ from jflash.serving.calls import prefill, programs
 from jflash.serving.calls.layout import Layout
 from jflash.serving.calls.pass_sizes import Several, several_prompts
 from jflash.serving.engine import Engine
-from jflash.serving.handle import Handle, Result, result_of
-from jflash.serving.request import Event, Request
-from jflash.serving.thread.job import Job
-from jflash.serving.thread.loop import Loop
+from jflash.serving.handle import Result
+from jflash.serving.request import Request
+from tests.serving import test_prompts_at_once
 from tests.support.attention_checks import ON_GPU
 from tests.support.pairs import hybrid_pair, prompts
 
@@ -31,25 +30,9 @@ def asked(lengths: tuple[int, ...], **options) -> list[Request]:
 
 
 def at_once(pair, requests: list[Request]) -> tuple[list[Result], list[int]]:
-    """The results of requests that come at once, and of how many prompts each pass was that chose
-    first tokens."""
-    layout = Layout(SHAPE, PAGES, 2, states=STATES, prompts=3)
-    loop, sizes = Loop(pair.models, pair.params, layout, b""), list[int]()
-    passes = loop.prompts.passes
-    whole = passes.whole
-    passes.whole = lambda some, *rest: (sizes.append(len(some)), whole(some, *rest))[1]  # pyright: ignore
-    events = [list[Event]() for _ in requests]
-    loop.waiting += [
-        Job(
-            handle=Handle(one, lambda _: None), order=(0, i), seed=one.seed or 0, deadline=None,
-            tokens=list(one.prompt_ids),
-        )
-        for i, one in enumerate(requests)
-    ]  # fmt: skip
-    while not loop.idle:
-        loop.round(lambda job, some: events[job.order[1]].extend(some))
-    loop.close()
-    return [result_of(*each) for each in zip(requests, events, strict=True)], sizes
+    return test_prompts_at_once.at_once(
+        pair, requests, Layout(SHAPE, PAGES, 2, states=STATES, prompts=3)
+    )
 
 
 def alone(pair, requests: list[Request]) -> list[Result]:
