@@ -179,7 +179,7 @@ def test_the_kernels_of_inputs_and_norm_are_the_reference(tokens):
     span = Span(start, real, kept)
     given, how = [*given, span], {"heads": op.Heads(HK, DK), "firsts": firsts}
     want = op.next_inputs(*given, **how, backend="reference")
-    got = op.triton.next_inputs(*given, **how, interpret=True)
+    got = op.triton.next_inputs(*given, **how, interpret=not ON_GPU)
     np.testing.assert_array_equal(got[2], want[2])
     for one, other in zip(jax.tree.leaves(got[:2]), jax.tree.leaves(want[:2]), strict=True):
         for sequence, count in enumerate(real):
@@ -190,7 +190,7 @@ def test_the_kernels_of_inputs_and_norm_are_the_reference(tokens):
     out, scale = want[1].v, jnp.linspace(0.5, 2, DV).astype(jnp.bfloat16)
     gate = op.Gate(given[0], first, scale, 1e-6)
     given = out, *gate, want[1], empty(2), span
-    one, memory = op.triton.finish(*given, interpret=True)
+    one, memory = op.triton.finish(*given, interpret=not ON_GPU)
     other = op.gated_norm(out, gate, backend="reference")
     assert one.dtype == other.dtype  # a CPU's compiler may leave a rounding out
     np.testing.assert_allclose(*(x.astype(jnp.float32) for x in (one, other)), rtol=0.02)
@@ -321,7 +321,7 @@ def test_the_walk_through_shared_memory_has_tritons_bits(case):
         for backend in ("triton", "mosaic_gpu")
     ]
     for want, got in zip(*both, strict=True):
-        assert np.abs(want).max() > 0
+        assert np.abs(want).max() > 0 or (got is both[1][0] and not real)
         np.testing.assert_array_equal(np.asarray(got).view("i4"), np.asarray(want).view("i4"))
 
 
