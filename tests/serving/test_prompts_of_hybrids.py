@@ -4,15 +4,16 @@ import pytest
 
 from jflash.compiled.shape import Shape
 from jflash.proof.under_load import DRAWN
-from jflash.serving.calls import prefill, programs
+from jflash.serving.calls import prefill
 from jflash.serving.calls.layout import Layout
 from jflash.serving.calls.pass_sizes import Several, several_prompts
 from jflash.serving.engine import Engine
 from jflash.serving.handle import Result
 from jflash.serving.request import Request
 from tests.serving import test_prompts_at_once
+from tests.serving.test_prompts_at_once import asked
 from tests.support.attention_checks import ON_GPU
-from tests.support.pairs import hybrid_pair, prompts
+from tests.support.pairs import hybrid_pair
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="the law of a CPU's operations")
 BATCH, PAGES, STATES = 4, 24, 4
@@ -24,15 +25,9 @@ def pair():
     return hybrid_pair()
 
 
-def asked(lengths: tuple[int, ...], **options) -> list[Request]:
-    ids = [prompts(1, seed=n, low=n, high=n + 1)[0] for n in lengths]
-    return [Request(prompt_ids=one, max_tokens=12, **options) for one in ids]
-
-
-def at_once(pair, requests: list[Request]) -> tuple[list[Result], list[int]]:
-    return test_prompts_at_once.at_once(
-        pair, requests, Layout(SHAPE, PAGES, 2, states=STATES, prompts=3)
-    )
+def at_once(pair, requests: list[Request], pages: int = PAGES) -> tuple[list[Result], list[int]]:
+    layout = Layout(SHAPE, pages, 2, states=STATES, prompts=3)
+    return test_prompts_at_once.at_once(pair, requests, layout)
 
 
 def alone(pair, requests: list[Request]) -> list[Result]:
@@ -63,10 +58,8 @@ def test_states_that_are_not_cleared_are_noticed(pair, monkeypatch):
     requests = asked(tuple(range(20, 32)))
     want, sizes = at_once(pair, requests)
     assert sizes.count(3) > 1
-    programs.forget()
     monkeypatch.setattr(prefill, "cleared", lambda state, slot: state)
-    got, _ = at_once(pair, requests)
-    programs.forget()
+    got, _ = at_once(pair, requests, PAGES + 1)  # whose programs are others
     differ = [i for i in range(12) if got[i].token_ids != want[i].token_ids]
     assert differ and min(differ) >= BATCH  # the first ones lie in slots of zeros
 

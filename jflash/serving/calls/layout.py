@@ -104,6 +104,12 @@ def weights(models: Models) -> int:
     return sum(math.prod(leaf.stored) for leaf in leaves)
 
 
+def windows(models: Models) -> list[int]:
+    """Those of the layers that have one."""
+    every = (mixer.window for config in models.configs for mixer in config.mixers)
+    return [window for window in every if window is not None]
+
+
 def recurrent(models: Models) -> bool:
     """Whether a layer has a state that every row changes."""
     return any(config.deltas for config in models.configs)

@@ -7,7 +7,14 @@ from typing import NamedTuple
 
 from jflash.compiled.shape import LARGE_CHUNK, PREFILL_CHUNK, Shape, chunk_sizes
 from jflash.pair import Models
-from jflash.serving.calls.layout import Layout, recurrent, refusal_of_some, small, weights
+from jflash.serving.calls.layout import (
+    Layout,
+    recurrent,
+    refusal_of_some,
+    small,
+    weights,
+    windows,
+)
 from pallas_kernels.block_attention import PAGE
 
 PROMPTS = 4  # of `several_prompts`
@@ -63,8 +70,7 @@ def engine_chunk(models: Models, capacity: int) -> int:
 def takes_wide(models: Models) -> bool:
     """Whether a pass of WIDE_CHUNK tokens pays and costs no pages. Where layers have windows each
     slot has room for a pass beside its window."""
-    windows = any(m.window is not None for config in models.configs for m in config.mixers)
-    return bool(models.target.config.experts) and not windows
+    return bool(models.target.config.experts) and not windows(models)
 
 
 def burst_of(models: Models, shape: Shape, tokens: int) -> int:

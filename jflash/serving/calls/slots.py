@@ -16,7 +16,7 @@ from jflash.devices.places import landing_places, place_specs
 from jflash.layers.cache import DeltaCache, LayerCache, PagedCache, RingCache, WindowCache
 from jflash.pair import Models
 from jflash.rows import empty_survey
-from jflash.serving.calls.layout import Layout, settled
+from jflash.serving.calls.layout import Layout, settled, windows
 from jflash.serving.request import BIASED, MOST
 from jflash.state import State
 from jflash.tokens.logprobs import unasked
@@ -97,14 +97,14 @@ class Window(NamedTuple):
 def sliding(models: Models, layout: Layout) -> Window | None:
     """Room for what the slots see of the past, compute and may commit ahead, and as much again for
     prefixes; None without windows. The slots' need is always met."""
-    windows = [m.window for c in models.configs for m in c.mixers if m.window is not None]
-    if not windows:
+    sizes = windows(models)
+    if not sizes:
         return None
     layout = settled(models, layout)
     shape, ahead = layout.shape, 3 * layout.steps * models.block_size
     most = chunk_sizes(models, shape)[-1]
-    one = -(-(max(windows) + max(most, ahead)) // PAGE) + 2
-    return Window(max(windows), layout.slots * min(2 * one, layout.columns))
+    one = -(-(max(sizes) + max(most, ahead)) // PAGE) + 2
+    return Window(max(sizes), layout.slots * min(2 * one, layout.columns))
 
 
 def table_columns(models: Models, layout: Layout) -> int:

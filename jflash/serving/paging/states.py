@@ -10,6 +10,7 @@ knows names, positions and numbers of places.
 from collections.abc import Callable, Sequence
 
 from jflash.pair import Models
+from jflash.serving.calls.layout import recurrent
 from jflash.serving.paging.pages import Name
 from jflash.serving.schedule import passes
 from pallas_kernels.block_attention import PAGE
@@ -20,12 +21,11 @@ FEWEST = 4  # copies: a talk's last two turns with the borders at which they lef
 def states_kept(models: Models, slots: int, asked: int | None = None) -> int:
     """The copies that an engine keeps: as many as are asked for, or one for each slot; none without
     recurrent layers. ValueError for a number that cannot be."""
-    recurrent = any(config.deltas for config in models.configs)
     if asked is None:
-        return max(FEWEST, slots) if recurrent else 0
+        return max(FEWEST, slots) if recurrent(models) else 0
     if asked < 0:
         raise ValueError(f"states must be at least 0, got {asked}")
-    if asked and not recurrent:
+    if asked and not recurrent(models):
         raise ValueError(f"states {asked}: no layer is recurrent, so a prefix needs no copies")
     return asked
 

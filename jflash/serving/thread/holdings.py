@@ -9,9 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Int
 
-from jflash.layers.cache import DeltaCache
 from jflash.pair import Models
-from jflash.serving.calls.layout import Layout
+from jflash.serving.calls.layout import Layout, recurrent
 from jflash.serving.calls.pass_sizes import copying_sizes
 from jflash.serving.calls.slots import sliding
 from jflash.serving.calls.some_slots import places
@@ -19,7 +18,6 @@ from jflash.serving.paging.pages import Name, Pages, chain
 from jflash.serving.paging.sliding import Held, Sliding
 from jflash.serving.paging.states import States, borders
 from jflash.serving.thread.job import Job
-from jflash.state import State
 from pallas_kernels.block_attention import PAGE
 
 FORMER = 3  # drafters whose pages texts without drafts still find
@@ -28,11 +26,9 @@ FORMER = 3  # drafters whose pages texts without drafts still find
 class Holdings:
     """The pages of one layout, the tables that calls bring, and the prefixes' recurrent states."""
 
-    def __init__(self, models: Models, layout: Layout, state: State, salt: bytes) -> None:
+    def __init__(self, models: Models, layout: Layout, salt: bytes) -> None:
         self.pages, self.sliding = Pages(layout.page_count), Sliding(sliding(models, layout))
-        layers = (*state.target_cache, *state.drafter_cache)
-        recurrent = any(isinstance(layer, DeltaCache) for layer in layers)
-        self.states = States(layout.states if recurrent else None)
+        self.states = States(layout.states if recurrent(models) else None)
         self._sizes = copying_sizes(models, layout.shape)
         self._first = self._salt = salt
         self._columns = layout.columns

@@ -41,7 +41,7 @@ class Loop:
     ) -> None:
         layout = settled(models, layout)
         self.device = Device(models, params, layout)
-        self.holdings = Holdings(models, layout, self.device.state, salt)
+        self.holdings = Holdings(models, layout, salt)
         self.held = self.asleep = False  # held: no new text begins
         self.version = 0  # of the parameters
         self.before_waiting: Callable[[], None] = lambda: None  # events were told

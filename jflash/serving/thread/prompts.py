@@ -39,9 +39,10 @@ class Prompts:
 
     @property
     def each(self) -> int:
-        """The chunks of one text that run before a call of steps, at most: those of a large one."""
-        sizes = self.device.programs.chunk
-        return max(LARGE_CHUNK, *sizes) // min(sizes)
+        """The chunks of one text that run before a call of steps, at most: those of a large one,
+        or of a wider pass that may run now."""
+        sizes, smallest = self.device.programs.chunk, self.smallest
+        return max(LARGE_CHUNK, *(x for x in sizes if x // smallest <= self.now)) // smallest
 
     @property
     def now(self) -> int:
