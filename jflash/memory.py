@@ -21,7 +21,7 @@ from jflash.pair import Models
 from jflash.records.config import Drafter2Config, DrafterConfig, TargetConfig
 from jflash.records.specs import AttentionSpec, MoeSpec
 from jflash.system.device import device_memory
-from pallas_kernels.block_attention.canonical import written_rows
+from pallas_kernels.block_attention.canonical import tiles_for
 from pallas_kernels.gated_delta import CHUNK
 from pallas_kernels.grouped_matmul import CONVERTING
 
@@ -211,7 +211,8 @@ def _chunk_attention_bytes(mixer: AttentionSpec, slots: int, models: Models, chu
     if models.kernels.chunk.attention != "canonical":
         return _einsum_bytes(chunk * mixer.num_heads, slots, models.dtype)
     heads = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
-    return _attention_bytes(mixer, slots, models, written_rows(1, chunk, *heads))
+    whole = tiles_for(1, chunk, *heads, mixer.window).walk  # no piece is written
+    return 0 if whole else _attention_bytes(mixer, slots, models, chunk)
 
 
 def _expert_bytes(models: Models, tokens: int, dtype: str) -> int:

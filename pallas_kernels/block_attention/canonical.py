@@ -2,8 +2,8 @@
 
 It is the Mosaic GPU kernel with pieces of 256 absolute positions. If sequences, heads and row tiles
 fill half the multiprocessors, a CTA walks all pieces of its rows, or two do (`mosaic_shares`); if
-not, every piece has another CTA and a second kernel merges them, in the same order by the same
-formula (`pieces`).
+not, CTAs take pieces in turn and a second kernel merges them, in the same order by the same formula
+(`pieces`).
 On an H200 (jax 0.11.2, benchmarks/h200-canonical-attention.json), 16 rows at context 1024 of 2048,
 µs beside the cut that suits batch and capacity best: batch 1 10.5 and 9.4, batch 8 23.8 and 22.9,
 batch 32 49.5 and 48.8. Long texts pay more: batch 1 at 32,000 tokens 66.9 and 47.8, because 126
@@ -13,8 +13,6 @@ Blocks of more than 32 tokens are a prompt's chunks. In a ring, pieces are cut b
 does not hold for rings that wrap, which only drafters have.
 """
 
-import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.block_attention import mosaic_gpu
@@ -31,8 +29,16 @@ ALONE = 96
 # batch 8 took 7.07 ms in place of 7.19 at context 1,024 on an H200, and 10.15 in place of 10.74 at
 # 4,000 on an H100 (jax 0.11.2, 2026-11-26). More shares, and shares of fewer CTAs' walks, lost.
 SHARING = 66
-WALKED_DIMS = 128  # of a head at most: a wider one's two sums do not fit registers
-WRITTEN_ROWS = 512  # of a causal block at most whose pieces are in memory at once
+# Wider heads, of which several CTAs walk the same keys, are walked only where the rows see about as
+# many positions, and CTAs of 128 columns fill the multiprocessors. By walks 512 rows of a prompt of
+# Qwen3.5-35B-A3B took 53 µs in place of 70 after 1,000 tokens, 976 in place of 1,340 after 30,000,
+# and a step's rows of Gemma 3 12B in its windows 103 in place of 122 at batch 32. Of a step's rows
+# without a window one text may be long: with one of 30,000 tokens among eight of 1,000 they take
+# 88 µs, where walks of two shares took 476 (one H200, jax 0.11.2, 2026-11-29).
+WALKED_DIMS = 128
+FULL = 256  # CTAs
+MOST_OF_STEP = 32  # rows; more are a prompt's
+EVEN = 4096  # positions of a window at most
 
 
 def block_attention(
@@ -51,42 +57,24 @@ def block_attention(
     interpret: bool = False,
     table: Int[Array, "B _"] | None = None,
 ) -> Float[Array, "B T N H"]:
-    """See the folder's contract. Pieces take memory for each of a cache's positions, so those of
-    many rows are computed and merged in turns."""
-
-    def attend(q, lengths, widths):
-        B, T, N, H = q.shape
-        return mosaic_gpu.block_attention(
-            q, k, v, lengths, widths,
-            causal=causal, scale=scale, window=window, sinks=sinks, softcap=softcap, ring=ring,
-            interpret=interpret, tiles=tiles_for(B, T, N, k.shape[2], H), table=table,
-        )  # fmt: skip
-
+    """See the folder's contract."""
     B, T, N, H = q.shape
-    most = written_rows(B, T, N, k.shape[2], H)
-    if most in (0, T) or not causal:
-        return attend(q, lengths, widths)
-    outs = []
-    for first in range(0, T, most):
-        rows = q[:, first : first + most]
-        if outs:  # no turn begins before the last one has ended, and its pieces are free
-            rows, outs[-1] = lax.optimization_barrier((rows, outs[-1]))
-        before = jnp.minimum(widths, first)
-        outs.append(attend(rows, lengths + before, widths - before))
-    return jnp.concatenate(outs, axis=1)
+    return mosaic_gpu.block_attention(
+        q, k, v, lengths, widths,
+        causal=causal, scale=scale, window=window, sinks=sinks, softcap=softcap, ring=ring,
+        interpret=interpret, tiles=tiles_for(B, T, N, k.shape[2], H, window), table=table,
+    )  # fmt: skip
 
 
-def written_rows(B: int, T: int, N: int, K: int, H: int) -> int:
-    """The rows of a causal block whose pieces are in memory at once; 0 if a CTA walks them all."""
-    return 0 if tiles_for(B, T, N, K, H).walk else min(T, WRITTEN_ROWS)
-
-
-def tiles_for(B: int, T: int, N: int, K: int, H: int) -> Tiles:
+def tiles_for(B: int, T: int, N: int, K: int, H: int, window: int | None = None) -> Tiles:
     """The CTAs of the pieces, which change no bit."""
     row_tiles = -(-T // (ROWS // (N // K)))
     ctas = B * K * row_tiles
-    walks = H <= WALKED_DIMS and ctas >= WALKERS
+    walks = ctas >= WALKERS
+    if H > WALKED_DIMS:
+        alike = T > MOST_OF_STEP or (window is not None and window <= EVEN)
+        walks = alike and ctas * H // WALKED_DIMS >= FULL
     strands = 2 if walks and H <= 64 and ctas <= ALONE else 1
-    shares = 2 if walks and H > 64 and ctas <= SHARING else 1
+    shares = 2 if walks and H == WALKED_DIMS and ctas <= SHARING else 1
     how = {"stages": STAGES[H], "walk": walks, "strands": strands, "shares": shares}
     return Tiles(chunk=PIECE, block=BLOCK, ordered=True, **how)

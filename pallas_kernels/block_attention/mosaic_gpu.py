@@ -183,21 +183,21 @@ def _each_chunk(task: Task, interpret):
     def block_attention_chunk(q_ref, k_ref, v_ref, lengths_ref, widths_ref, *rest):
         table_ref, (acc_ref, top_ref, total_ref, *memory) = _split(task, rest)
         at = _place()
-        b, chunk, _, tile, part = at
-        length, width = lengths_ref[b], widths_ref[b]
+        b, turn, _, tile, part = at
+        length, width, size = lengths_ref[b], widths_ref[b], task.tiles.chunk
         first, last = task.read_by_tile(length, width, tile)
-        begin = chunk * task.tiles.chunk
 
-        @pl.when((begin < last) & (begin + task.tiles.chunk > first))
-        def write():
+        @pl.loop(lax.div(first, size) + turn, pl.cdiv(last, size), step=task.turns)
+        def write(chunk):
             refs = q_ref, k_ref, v_ref, table_ref
-            acc, top, total = walk(task, *refs, length, width, at, Memory(*memory))
-            acc_ref[(*at[:4], slice(None), pl.ds(part * task.columns, task.columns))] = acc
+            here = b, chunk, *at[2:]
+            acc, top, total = walk(task, *refs, length, width, here, Memory(*memory))
+            acc_ref[(*here[:4], slice(None), pl.ds(part * task.columns, task.columns))] = acc
 
             @pl.when(part == 0)
             def write_rows():
-                top_ref[at[:4]] = top
-                total_ref[at[:4]] = total
+                top_ref[here[:4]] = top
+                total_ref[here[:4]] = total
 
     return plgpu.kernel(
         block_attention_chunk,
@@ -216,7 +216,7 @@ def _split(task: Task, rest):
 
 def _place():
     """Indices of this CTA."""
-    return tuple(lax.axis_index(name) for name in ("batch", "chunk", "head", "tile", "part"))
+    return tuple(lax.axis_index(name) for name in ("batch", "turn", "head", "tile", "part"))
 
 
 def _sink_rows(task: Task, sinks_ref, head):

@@ -6,6 +6,8 @@ an order of their own but of one shape, so a row keeps its place in a tile where
 
 import dataclasses
 import functools
+import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.block_attention import canonical, mosaic_gpu, pieces, reference
-from pallas_kernels.block_attention.mosaic_task import Tiles
+from pallas_kernels.block_attention.mosaic_task import Task, Tiles
 from tests.support.attention_checks import ON_GPU
 from tests.support.described_gpu import H200, compile_for
 
@@ -91,24 +93,25 @@ def test_strands_of_a_walk_give_the_same_bits(name):
 
 @interpreted
 @pytest.mark.parametrize("name", ["plain", pytest.param("window", marks=pytest.mark.long)])
-def test_rows_in_turns_have_the_same_bits(name, monkeypatch):
-    """A block of more rows than have pieces in memory at once; two sequences, one with padding."""
-    q, k, v = operands(2, 10, 512)
-    lengths, widths = jnp.asarray([300, 40]), jnp.asarray([10, 7])
-    how = {"scale": 0.1, "causal": True, "interpret": True} | HOW[name]
-    assert canonical.written_rows(2, 10, 4, 2, 64) == 10
-    whole = canonical.block_attention(q, k, v, lengths, widths, **how)
-    monkeypatch.setattr(canonical, "WRITTEN_ROWS", 4)
-    in_turns = canonical.block_attention(q, k, v, lengths, widths, **how)
-    assert np.abs(np.asarray(whole, np.float32)).max() > 0.1
-    for b, width in enumerate(widths):
-        np.testing.assert_array_equal(in_turns[b, :width], whole[b, :width])
+def test_ctas_that_take_several_pieces_have_the_same_bits(name):
+    """Of eight pieces each of two CTAs takes four, or fewer where a window hides some."""
+    q, k, v = operands(2, 4, 512)
+    lengths, tiles = [500, 126], dataclasses.replace(WALK, walk=False)
+    each, want = attend(q, k, v, lengths, tiles, **HOW[name])
+    few, _ = attend(q, k, v, lengths, dataclasses.replace(tiles, ctas=8), **HOW[name])
+    np.testing.assert_array_equal(few, each)
+    np.testing.assert_allclose(few.astype(jnp.float32), want, atol=2e-2, rtol=1e-2)
 
 
-def test_a_wide_pass_takes_no_more_memory_for_pieces_than_512_rows():
-    pieces = {rows: canonical.written_rows(1, rows, 16, 2, 256) for rows in (16, 512, 2048)}
-    assert pieces == {16: 16, 512: 512, 2048: 512}
-    assert canonical.written_rows(1, 2048, 32, 4, 128) == 0  # a CTA walks them
+def test_a_launch_does_not_grow_with_the_cache():
+    """CUDA takes no more than 65,535 along an axis: 32 slots of 262,144 positions had 65,536."""
+    sizes = [(B, T, heads) for B in (1, 8, 32) for T in (1, 16, 128) for heads in (1, 2, 8)]
+    for (B, T, K), dims in itertools.product(sizes, (64, 128, 256, 512)):
+        tiles = dataclasses.replace(WALK, walk=False, chunk=256)
+        how = {"causal": True, "scale": 1.0, "window": None, "softcap": None, "ring": False}
+        task = Task(B=B, T=T, S=2**18, K=K, G=8, H=dims, tiles=tiles, **how)
+        _, turns, *_ = grid = task.grid["grid"]
+        assert task.chunks == 1024 and math.prod(grid) < 1056 + math.prod(grid) / turns
 
 
 def test_strands_without_a_walk_are_refused():
@@ -223,3 +226,7 @@ def test_the_cut_is_one_constant():
     assert shares == {1: 1, 4: 1, 8: 2, 9: 1, 32: 1}
     assert canonical.tiles_for(8, 16, 32, 8, 128).strands == 1
     assert canonical.tiles_for(1, 512, 32, 8, 128).walk  # a prompt's chunk
+    wide = {(b, t): canonical.tiles_for(b, t, 16, 2, 256).walk for b in (1, 32) for t in (16, 512)}
+    assert wide == {(1, 16): False, (1, 512): True, (32, 16): False, (32, 512): True}
+    windows = [canonical.tiles_for(32, 16, 16, 8, 256, window).walk for window in (1024, 2**15)]
+    assert windows == [True, False] and not canonical.tiles_for(8, 16, 16, 8, 256, 1024).walk

@@ -19,7 +19,7 @@ from jflash.devices.structs import param_structs
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.pair import Models
-from pallas_kernels.block_attention.canonical import PIECE, ROWS, WALKED_DIMS
+from pallas_kernels.block_attention.canonical import PIECE, ROWS, WALKED_DIMS, tiles_for
 from pallas_kernels.grouped_matmul.kept import tile_sizes
 
 FLOAT32 = 4  # bytes
@@ -105,7 +105,8 @@ def _wide_pieces(models: Models, batch: int, capacity: int) -> int:
     sizes = [0]
     for mixer in {mixer for config in models.configs for mixer in config.mixers}:
         heads, dims = mixer.num_kv_heads, mixer.head_dim
-        if dims > WALKED_DIMS:
+        sizes_of = batch, models.block_size, mixer.num_heads, heads, dims, mixer.window
+        if dims > WALKED_DIMS and not tiles_for(*sizes_of).walk:
             row_tiles = -(-models.block_size // (ROWS // (mixer.num_heads // heads)))
             tiles = batch * heads * row_tiles * -(-capacity // PIECE)
             sizes.append(tiles * ROWS * (dims + 2) * FLOAT32)
