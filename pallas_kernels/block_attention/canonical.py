@@ -3,7 +3,7 @@
 It is the Mosaic GPU kernel with pieces of 256 absolute positions. If sequences, heads and row tiles
 fill half the multiprocessors, a CTA walks all pieces of its rows, or two do (`mosaic_shares`); if
 not, CTAs take pieces in turn and a second kernel merges them, in the same order by the same formula
-(`pieces`).
+(`pieces`). In a step a walk of a long text leaves its tail to the others (`mosaic_tails`).
 On an H200 (jax 0.11.2, benchmarks/h200-canonical-attention.json), 16 rows at context 1024 of 2048,
 µs beside the cut that suits batch and capacity best: batch 1 10.5 and 9.4, batch 8 23.8 and 22.9,
 batch 32 49.5 and 48.8. Long texts pay more: batch 1 at 32,000 tokens 66.9 and 47.8, because 126
@@ -16,7 +16,7 @@ does not hold for rings that wrap, which only drafters have.
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.block_attention import mosaic_gpu
-from pallas_kernels.block_attention.mosaic_task import ROWS, STAGES, Tiles
+from pallas_kernels.block_attention.mosaic_task import ROWS, STAGES, Task, Tiles
 from pallas_kernels.block_attention.pieces import PIECE
 
 BLOCK = 64
@@ -29,16 +29,15 @@ ALONE = 96
 # batch 8 took 7.07 ms in place of 7.19 at context 1,024 on an H200, and 10.15 in place of 10.74 at
 # 4,000 on an H100 (jax 0.11.2, 2026-11-26). More shares, and shares of fewer CTAs' walks, lost.
 SHARING = 66
-# Wider heads, of which several CTAs walk the same keys, are walked only where the rows see about as
-# many positions, and CTAs of 128 columns fill the multiprocessors. By walks 512 rows of a prompt of
-# Qwen3.5-35B-A3B took 53 µs in place of 70 after 1,000 tokens, 976 in place of 1,340 after 30,000,
-# and a step's rows of Gemma 3 12B in its windows 103 in place of 122 at batch 32. Of a step's rows
-# without a window one text may be long: with one of 30,000 tokens among eight of 1,000 they take
-# 88 µs, where walks of two shares took 476 (one H200, jax 0.11.2, 2026-11-29).
+# Wider heads, of which several CTAs walk the same keys, are walked where CTAs of 128 columns fill
+# the multiprocessors. By walks 512 rows of a prompt of Qwen3.5-35B-A3B took 53 µs in place of 70
+# after 1,000 tokens, 976 in place of 1,340 after 30,000, and a step's at batch 32 42 in place of 64
+# after 1,000 (one H200, jax 0.11.2, 2026-11-29).
 WALKED_DIMS = 128
 FULL = 256  # CTAs
 MOST_OF_STEP = 32  # rows; more are a prompt's
-EVEN = 4096  # positions of a window at most
+EVEN = 4096  # positions of a window at most in which a walk leaves no tail
+TAILS = 1024  # pieces of long texts that walks may leave: 32 KB each of 128 dims and a KV head
 
 
 def block_attention(
@@ -69,12 +68,20 @@ def block_attention(
 def tiles_for(B: int, T: int, N: int, K: int, H: int, window: int | None = None) -> Tiles:
     """The CTAs of the pieces, which change no bit."""
     row_tiles = -(-T // (ROWS // (N // K)))
-    ctas = B * K * row_tiles
+    ctas, step = B * K * row_tiles, T <= MOST_OF_STEP
     walks = ctas >= WALKERS
     if H > WALKED_DIMS:
-        alike = T > MOST_OF_STEP or (window is not None and window <= EVEN)
-        walks = alike and ctas * H // WALKED_DIMS >= FULL
+        narrow = window is None or window <= EVEN or not step
+        walks = narrow and ctas * H // WALKED_DIMS >= FULL
     strands = 2 if walks and H <= 64 and ctas <= ALONE else 1
     shares = 2 if walks and H == WALKED_DIMS and ctas <= SHARING else 1
+    tails = TAILS if walks and step and strands == 1 else 0
     how = {"stages": STAGES[H], "walk": walks, "strands": strands, "shares": shares}
-    return Tiles(chunk=PIECE, block=BLOCK, ordered=True, **how)
+    return Tiles(chunk=PIECE, block=BLOCK, ordered=True, tails=tails, **how)
+
+
+def written_bytes(B: int, T: int, S: int, N: int, K: int, H: int, window: int | None = None) -> int:
+    """Of float32 that lie in memory between the kernels of a causal block."""
+    how = {"causal": True, "scale": 1.0, "window": window, "softcap": None, "ring": False}
+    task = Task(B=B, T=T, S=S, K=K, G=N // K, H=H, tiles=tiles_for(B, T, N, K, H, window), **how)
+    return 4 * task.written * K * task.row_tiles * ROWS * (H + 2)

@@ -18,17 +18,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.block_attention.combine import LOG2E, combine, combine_in_order
-from pallas_kernels.block_attention.mosaic_layouts import ROW_LAYOUT, SWIZZLED_ROWS, across
-from pallas_kernels.block_attention.mosaic_shares import AXIS
-from pallas_kernels.block_attention.mosaic_task import ROWS, STAGES, Task, Tiles, choose_tiles
-from pallas_kernels.block_attention.mosaic_walk import Memory, memory_of, scratch, walk
-from pallas_kernels.block_attention.pieces import LOWEST, finish
+from pallas_kernels.block_attention import mosaic_tails
+from pallas_kernels.block_attention.combine import combine, combine_in_order
+from pallas_kernels.block_attention.combine_tails import combine_tails
+from pallas_kernels.block_attention.mosaic_kernels import each_chunk, one_chunk, out_type
+from pallas_kernels.block_attention.mosaic_layouts import SWIZZLED_ROWS
+from pallas_kernels.block_attention.mosaic_task import STAGES, Task, Tiles, choose_tiles
 
 MAX_GROUPS = 32  # query heads of a KV head: a row tile holds two queries of so many
 SHARED_BYTES = 227 * 1024  # what one CTA may have on sm90
@@ -109,124 +107,17 @@ def _attend_rows(rows, k, v, lengths, widths, sinks, task: Task, interpret, tabl
     tables = () if table is None else (table.astype(jnp.int32),)
     extra = () if sinks is None else (sinks.astype(jnp.float32),)
     if task.chunks == 1:
-        return _one_chunk(task, interpret, bool(extra))(
-            rows, k, v, lengths, widths, *tables, *extra
-        )
-    accs, tops, totals = _each_chunk(task, interpret)(rows, k, v, lengths, widths, *tables)
+        given = rows, k, v, lengths, widths, *tables, *extra
+        if not task.tails:
+            return one_chunk(task, interpret, bool(extra))(*given)
+        tails = mosaic_tails.plan(task, lengths, widths)
+        out, sums, scales, weights = one_chunk(task, interpret, bool(extra))(*given, tails)
+        how = {"queries": task.queries, "interpret": interpret is not None}
+        return combine_tails(out, sums, scales, weights, tails, (*extra, None)[0], **how)
+    accs, tops, totals = each_chunk(task, interpret)(rows, k, v, lengths, widths, *tables)
     add = combine_in_order if task.tiles.ordered else combine
     return add(
-        accs, tops, totals, lengths, widths, sinks, _out_type(task),
+        accs, tops, totals, lengths, widths, sinks, out_type(task),
         chunk=task.tiles.chunk, queries=task.queries, seen=task.read_by_tile,
         interpret=interpret is not None,
     )  # fmt: skip
-
-
-def _one_chunk(task: Task, interpret, sinks: bool):
-    """The kernel for a cache of one chunk: writes the result itself."""
-
-    strands, shares = task.tiles.strands, task.tiles.shares
-    each = task.columns // shares
-
-    def block_attention(q_ref, k_ref, v_ref, lengths_ref, widths_ref, *rest):
-        table_ref, rest = _split(task, rest)
-        sinks_ref, rest = (rest[:1], rest[1:]) if sinks else ((), rest)
-        out_ref, out_s, *refs = rest
-        memory, at = memory_of(task, refs), _place()
-        b, _, head, tile, part = at
-        first = part * task.columns + (lax.axis_index(AXIS) * each if shares > 1 else 0)
-        length, width = lengths_ref[b], widths_ref[b]
-
-        def go(strand: int):
-            all_refs = q_ref, k_ref, v_ref, table_ref
-            acc, top, total = walk(task, *all_refs, length, width, at, memory, strand)
-            if strand:
-                return
-            sink = _sink_rows(task, sinks_ref[0], head) if sinks_ref else None
-            out_s[...] = finish((acc, top, total), sink, across).astype(jnp.bfloat16)
-            plgpu.commit_smem()
-            heads = pl.ds(head * task.G, task.G)
-            columns = pl.ds(first, each)
-            for i in range(task.queries):
-                query = tile * task.queries + i
-                written = out_s.at[pl.ds(i * task.G, task.G)]
-                target = out_ref.at[b, query, heads, columns]
-                copy = partial(plgpu.copy_smem_to_gmem, written, target)
-                # The last tile may have fewer queries.
-                copy() if task.T % task.queries == 0 else pl.when(query < task.T)(copy)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-        if strands == 1:
-            go(0)
-            return
-        for strand in range(strands):
-            pl.when(lax.axis_index("strand") == strand)(partial(go, strand))
-
-    return plgpu.kernel(
-        block_attention,
-        out_type=_out_type(task),
-        scratch_types=[plgpu.SMEM((ROWS, each), jnp.bfloat16), *scratch(task)],
-        **task.grid,
-        **({"num_threads": strands, "thread_name": "strand"} if strands > 1 else {}),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=interpret,
-    )
-
-
-def _each_chunk(task: Task, interpret):
-    """The kernel of one chunk a CTA: unscaled sums, the maximum of each row and its weights' sum.
-
-    What lies past the sequence or before its window is not written.
-    """
-    shape = (task.B, task.chunks, task.K, task.row_tiles, ROWS)
-    row = jax.ShapeDtypeStruct(shape, jnp.float32)
-
-    def block_attention_chunk(q_ref, k_ref, v_ref, lengths_ref, widths_ref, *rest):
-        table_ref, (acc_ref, top_ref, total_ref, *memory) = _split(task, rest)
-        at = _place()
-        b, turn, _, tile, part = at
-        length, width, size = lengths_ref[b], widths_ref[b], task.tiles.chunk
-        first, last = task.read_by_tile(length, width, tile)
-
-        @pl.loop(lax.div(first, size) + turn, pl.cdiv(last, size), step=task.turns)
-        def write(chunk):
-            refs = q_ref, k_ref, v_ref, table_ref
-            here = b, chunk, *at[2:]
-            acc, top, total = walk(task, *refs, length, width, here, Memory(*memory))
-            acc_ref[(*here[:4], slice(None), pl.ds(part * task.columns, task.columns))] = acc
-
-            @pl.when(part == 0)
-            def write_rows():
-                top_ref[here[:4]] = top
-                total_ref[here[:4]] = total
-
-    return plgpu.kernel(
-        block_attention_chunk,
-        out_type=[jax.ShapeDtypeStruct((*shape, task.H), jnp.float32), row, row],
-        scratch_types=scratch(task),
-        **task.grid,
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=interpret,
-    )
-
-
-def _split(task: Task, rest):
-    """The table's ref, if there is one, and the refs after it."""
-    return (rest[0], rest[1:]) if task.paged else (None, rest)
-
-
-def _place():
-    """Indices of this CTA."""
-    return tuple(lax.axis_index(name) for name in ("batch", "turn", "head", "tile", "part"))
-
-
-def _sink_rows(task: Task, sinks_ref, head):
-    """The sink of every row's query head, in units of log 2: [ROWS]."""
-    row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW_LAYOUT)
-    sink = plgpu.layout_cast(jnp.full((ROWS,), LOWEST, jnp.float32), ROW_LAYOUT)
-    for g in range(task.G):
-        sink = jnp.where(lax.rem(row, task.G) == g, sinks_ref[head * task.G + g] * LOG2E, sink)
-    return sink
-
-
-def _out_type(task: Task):
-    return jax.ShapeDtypeStruct((task.B, task.T, task.K * task.G, task.H), jnp.bfloat16)

@@ -3,7 +3,7 @@
 This file knows no kernel: the same constants serve the launch, the walk and the sum of chunks.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ STAGES = {64: 4, 128: 2, 256: 1, 512: 1}
 # 30,000 tokens and 19.7 of 1,000 each; with half as many CTAs 128 and 17.7, and with one for each
 # chunk of 262,144 positions 162 and 112.5 (one H200, jax 0.11.2, 2026-11-29).
 CTAS = 1056
+WALKED = 8  # pieces of a text that a walk takes at least, where others may take the rest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,7 @@ class Tiles:
     ordered: bool = False  # chunks of several CTAs are merged one after the other, as by a walk
     strands: int = 1  # warpgroups of a walk, which take its chunks in turn; the first merges all
     shares: int = 1  # CTAs of a walk, which take its chunks in turn; each merges some columns
+    tails: int = 0  # chunks of long texts that CTAs whose walk is done may take
     ctas: int = CTAS  # that chunks without a walk have, if as many see anything, and hardly more
 
     def __post_init__(self):
@@ -44,6 +46,8 @@ class Tiles:
         if self.strands < 1 or (self.strands > 1 and not self.walk):
             raise ValueError(f"strands is {self.strands}: a walk has 1 or more, others 1")
         alone = self.strands == 1 and self.walk
+        if self.tails and not alone:
+            raise ValueError(f"tails is {self.tails}: only walks of one strand leave any")
         if self.shares not in SHARES or (self.shares > 1 and not alone):
             raise ValueError(f"shares is {self.shares}: a walk of one strand has 1, 2, 4 or 8")
 
@@ -103,6 +107,25 @@ class Task:
     def chunks(self) -> int:
         """Chunks of slots whose sums are written apart."""
         return 1 if self.tiles.walk else pl.cdiv(self.S, self.tiles.chunk)
+
+    @property
+    def tails(self) -> int:
+        """Chunks of long texts that a walk may leave to others; 0 where no text can be long."""
+        even = self.B == 1 or self.ring or self.window is not None
+        return 0 if even or self.S // self.tiles.chunk <= WALKED else self.tiles.tails
+
+    @property
+    def written(self) -> int:
+        """The sums that lie in memory between two kernels, each of a row tile of each KV head."""
+        if not self.tiles.walk:
+            return self.B * self.chunks
+        return self.tails and self.B + self.tails
+
+    @property
+    def of_one_chunk(self) -> "Task":
+        """The same for a CTA that takes one chunk, in the memory of a walk."""
+        alone = replace(self.tiles, walk=False, shares=1, tails=0)
+        return replace(self, tiles=alone)
 
     @property
     def turns(self) -> int:

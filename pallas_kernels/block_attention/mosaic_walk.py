@@ -76,9 +76,11 @@ def walk(
     at,  # batch, chunk, head, tile, part
     memory: Memory,
     strand: int = 0,
+    most=None,
 ):
-    """The online softmax over a chunk's visible blocks, or over all of them: sums of values
-    [ROWS, columns], the scale of each row and the sum of its weights [ROWS], see `pieces`.
+    """The online softmax over a chunk's visible blocks, or over all of them, or those of the first
+    `most` chunks: sums of values [ROWS, columns], the scale of each row and the sum of its weights
+    [ROWS], see `pieces`.
 
     A strand but the first returns sums that mean nothing, and a share those of its columns.
     """
@@ -88,6 +90,8 @@ def walk(
     begin, end = lax.div(first_read, block), lax.div(last_read + block - 1, block)
     if not task.tiles.walk:
         begin, end = jnp.maximum(chunk * steps, begin), jnp.minimum((chunk + 1) * steps, end)
+    elif most is not None:
+        end = jnp.minimum(end, most * steps)
     number = lax.axis_index(AXIS) if task.tiles.shares > 1 else strand
     mine = strand_of(task, number, begin, end)
     n, m = mine.first, mine.last

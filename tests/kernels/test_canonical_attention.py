@@ -14,7 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.block_attention import canonical, mosaic_gpu, pieces, reference
+from pallas_kernels.block_attention import (
+    canonical,
+    mosaic_gpu,
+    mosaic_tails,
+    pieces,
+    reference,
+)
 from pallas_kernels.block_attention.mosaic_task import Task, Tiles
 from tests.support.attention_checks import ON_GPU
 from tests.support.described_gpu import H200, compile_for
@@ -117,6 +123,53 @@ def test_a_launch_does_not_grow_with_the_cache():
 def test_strands_without_a_walk_are_refused():
     with pytest.raises(ValueError, match="strands is 2: a walk has 1 or more, others 1"):
         dataclasses.replace(WALK, walk=False, strands=2)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "name", ["plain", "sinks", pytest.param("softcap", marks=pytest.mark.long)]
+)
+def test_tails_of_long_texts_have_the_same_bits(name):
+    """Of 12 pieces a walk takes 8, and CTAs of all texts the others."""
+    q, k, v = operands(3, 4, 768, spread=1.0)
+    lengths, tails = [760, 60, 0], dataclasses.replace(WALK, tails=8)
+    walked, want = attend(q, k, v, lengths, WALK, **HOW[name])
+    shared, _ = attend(q, k, v, lengths, tails, **HOW[name])
+    np.testing.assert_array_equal(shared, walked)
+    np.testing.assert_allclose(shared.astype(jnp.float32), want, atol=2e-2, rtol=1e-2)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="the interpreter has no memory of other CTAs")
+@pytest.mark.parametrize(("batch", "shares"), [(8, 2), (17, 1)])
+@pytest.mark.parametrize("T", [1, 16])
+def test_tails_at_real_sizes_have_the_same_bits(batch, shares, T):
+    tiles = canonical.tiles_for(batch, T, 32, 8, 128)
+    assert tiles.walk and tiles.tails and tiles.shares == shares
+    q, k, v = operands(batch, T, 4096, N=32, K=8, H=128)
+    lengths = [4000, 60, 2500, *[700] * (batch - 4), 0]
+    walked, want = attend(q, k, v, lengths, dataclasses.replace(tiles, tails=0))
+    shared, _ = attend(q, k, v, lengths, tiles)
+    np.testing.assert_array_equal(shared, walked)
+    np.testing.assert_allclose(shared.astype(jnp.float32), want, atol=2e-2, rtol=1e-2)
+
+
+def plan_of(lengths: list[int], tails: int = 64) -> list[int]:
+    tiles = dataclasses.replace(WALK, chunk=256, tails=tails)
+    how = {"causal": True, "scale": 1.0, "window": None, "softcap": None, "ring": False}
+    task = Task(B=len(lengths), T=16, S=2**15, K=8, G=4, H=128, tiles=tiles, **how)
+    numbers = jnp.asarray(lengths), jnp.full(len(lengths), 16)
+    return np.asarray(mosaic_tails.plan(task, *numbers)).tolist()
+
+
+def test_who_has_a_tail():
+    """Texts of more pieces than 8, and a quarter more than the mean; walks are longer where tails
+    have no room."""
+    assert plan_of([100] * 4) == [8, 0, 0, 0, 0, 0]
+    assert plan_of([30000, 29000, 28000, 30000]) == [144, 0, 0, 0, 0, 0]
+    six = [100] * 6
+    assert plan_of([4096, 4080, *six, 8000]) == [10, 0, 7, *[13] * 7, 35]  # 17, 16, 1 and 32 pieces
+    assert plan_of([30000, *[100] * 7], 98) == [20, 0, *[98] * 8]
+    assert plan_of([30000, *[100] * 7], 97) == [40, 0, *[78] * 8]
 
 
 @pytest.mark.skipif(not ON_GPU, reason="the interpreter has no memory of other CTAs")
@@ -227,6 +280,6 @@ def test_the_cut_is_one_constant():
     assert canonical.tiles_for(8, 16, 32, 8, 128).strands == 1
     assert canonical.tiles_for(1, 512, 32, 8, 128).walk  # a prompt's chunk
     wide = {(b, t): canonical.tiles_for(b, t, 16, 2, 256).walk for b in (1, 32) for t in (16, 512)}
-    assert wide == {(1, 16): False, (1, 512): True, (32, 16): False, (32, 512): True}
+    assert wide == {(1, 16): False, (1, 512): True, (32, 16): True, (32, 512): True}
     windows = [canonical.tiles_for(32, 16, 16, 8, 256, window).walk for window in (1024, 2**15)]
     assert windows == [True, False] and not canonical.tiles_for(8, 16, 16, 8, 256, 1024).walk

@@ -19,7 +19,7 @@ from jflash.devices.structs import param_structs
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.pair import Models
-from pallas_kernels.block_attention.canonical import PIECE, ROWS, WALKED_DIMS, tiles_for
+from pallas_kernels.block_attention.canonical import written_bytes
 from pallas_kernels.grouped_matmul.kept import tile_sizes
 
 FLOAT32 = 4  # bytes
@@ -83,7 +83,7 @@ def temporary_bound(models: Models, batch: int, capacity: int) -> int:
         widths.append(moe.experts_per_token * max(2 * moe.intermediate_size, gathered))
     widest = max(widths) * size
     logits = models.target.config.vocab_size * FLOAT32 if writes_logits(models) else 0
-    beside = _wide_pieces(models, batch, capacity) + size * _in_tiles(models, rows)
+    beside = _pieces(models, batch, capacity) + size * _in_tiles(models, rows)
     return rows * (logits + 2 * widest) + beside + ROOM
 
 
@@ -98,19 +98,17 @@ def _in_tiles(models: Models, tokens: int) -> int:
     return max(sizes)
 
 
-def _wide_pieces(models: Models, batch: int, capacity: int) -> int:
-    """Sums, maxima and weights in float32 of a layer's pieces of the KV axis."""
+def _pieces(models: Models, batch: int, capacity: int) -> int:
+    """What a layer's attention leaves in memory between two kernels."""
     if models.kernels.attention != "canonical":
         return 0
-    sizes = [0]
-    for mixer in {mixer for config in models.configs for mixer in config.mixers}:
-        heads, dims = mixer.num_kv_heads, mixer.head_dim
-        sizes_of = batch, models.block_size, mixer.num_heads, heads, dims, mixer.window
-        if dims > WALKED_DIMS and not tiles_for(*sizes_of).walk:
-            row_tiles = -(-models.block_size // (ROWS // (mixer.num_heads // heads)))
-            tiles = batch * heads * row_tiles * -(-capacity // PIECE)
-            sizes.append(tiles * ROWS * (dims + 2) * FLOAT32)
-    return max(sizes)
+    return max(
+        written_bytes(
+            batch, models.block_size, capacity,
+            mixer.num_heads, mixer.num_kv_heads, mixer.head_dim, mixer.window,
+        )
+        for mixer in {mixer for config in models.configs for mixer in config.mixers}
+    )  # fmt: skip
 
 
 def writes_logits(models: Models) -> bool:

@@ -1,0 +1,76 @@
+"""Tails of texts that are much longer than those beside them: who computes them.
+
+A walk of a long text would keep a call of many texts waiting. So it takes the first pieces alone,
+and once its own walk is done each CTA of the call takes pieces of what is left, the tails, which
+are written apart. A second kernel merges them with what the walk left (`combine_tails`), in
+ascending order, so no bit is another. Where no text is so long it has nothing to do.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Int
+
+from pallas_kernels.block_attention.mosaic_shares import AXIS
+from pallas_kernels.block_attention.mosaic_task import WALKED, Task
+
+
+class Left(NamedTuple):
+    """What walks and tails leave, in float32: first of each text that has a tail, then of pieces of
+    tails. See `pieces`."""
+
+    sums: Any  # [B + tails, K, tiles, ROWS, H]
+    scales: Any  # [B + tails, K, tiles, ROWS]
+    weights: Any
+
+
+def plan(task: Task, lengths: Int[Array, " B"], widths: Int[Array, " B"]) -> Int[Array, " _"]:
+    """The pieces that a walk takes at most; of each text the pieces of tails before its own; and
+    the pieces of all tails: [B + 2].
+
+    A walk takes WALKED pieces, or a quarter more than texts have in the mean, so that texts of
+    about one length have no tails; and more if the tails would not fit their room.
+    """
+    size = task.tiles.chunk
+    pieces = pl.cdiv(task.read_by_tile(lengths, widths, task.row_tiles - 1)[1], size)
+    least = jnp.maximum(WALKED, pl.cdiv(5 * jnp.sum(pieces), 4 * task.B))
+    doublings = max(1, (task.S // size // WALKED).bit_length())
+    limits = least << jnp.arange(doublings)
+    room = jnp.sum(jnp.maximum(pieces - limits[:, None], 0), axis=1) <= task.tiles.tails
+    limit = least << jnp.sum(jnp.logical_not(room))
+    tails = jnp.maximum(pieces - limit, 0)
+    before = jnp.arange(task.B) < jnp.arange(task.B + 1)[:, None]
+    return jnp.concatenate([limit[None], jnp.sum(before * tails, axis=1)]).astype(jnp.int32)
+
+
+def has_tail(plan_ref, b):
+    return plan_ref[b + 2] > plan_ref[b + 1]
+
+
+def leave(left: Left, place, columns, piece) -> None:
+    """Writes some columns of a piece's sums, and by the CTA of the first ones its rows."""
+    sums, scales, weights = piece
+    left.sums[(*place, slice(None), columns)] = sums
+
+    @pl.when(columns.start == 0)
+    def leave_rows():
+        left.scales[place] = scales
+        left.weights[place] = weights
+
+
+def take(task: Task, plan_ref, left: Left, at, sums_of) -> None:
+    """Computes this CTA's pieces of tails; `sums_of` gives those of a text and a piece."""
+    b, _, *here, part = at
+    shares = task.tiles.shares
+    number = b * shares + (lax.axis_index(AXIS) if shares > 1 else 0)
+
+    @pl.loop(number, plan_ref[task.B + 1], step=task.B * shares)
+    def take_one(item):
+        text = jnp.int32(0)
+        for other in range(1, task.B):
+            text += (plan_ref[other + 1] <= item).astype(jnp.int32)
+        piece = plan_ref[0] + item - plan_ref[text + 1]
+        columns = pl.ds(part * task.columns, task.columns)
+        leave(left, (task.B + item, *here), columns, sums_of(text, piece))
