@@ -21,7 +21,7 @@ from jflash.pair import Models
 from jflash.records.config import Drafter2Config, DrafterConfig, TargetConfig
 from jflash.records.specs import AttentionSpec, MoeSpec
 from jflash.system.device import device_memory
-from pallas_kernels.block_attention.canonical import tiles_for
+from pallas_kernels.block_attention.canonical import tiles_for, written_bytes
 from pallas_kernels.gated_delta import CHUNK
 from pallas_kernels.grouped_matmul import CONVERTING
 
@@ -157,7 +157,8 @@ def _step_bytes(models: Models, shape: Shape, caches: int) -> int:
     live = 4 if models.sampled else 2  # draft's and verify's; probabilities and draws
     reports = 4 * shape.batch * shape.capacity * FLOAT32
     attention = max(
-        _attention_bytes(mixer, slots, models, rows) for mixer, slots in _mixers(models, shape)
+        max(_attention_bytes(mixer, slots, models, rows), _tail_bytes(mixer, slots, models, shape))
+        for mixer, slots in _mixers(models, shape)
     )
     if models.kernels.attention == "xla" and shape.batch > 1:
         attention += caches  # its einsums transpose the batch: caches are copied at entry
@@ -173,6 +174,14 @@ def _attention_bytes(mixer: AttentionSpec, slots: int, models: Models, rows: int
         return _einsum_bytes(queries, slots, models.dtype)
     splits = -(-slots // SMALLEST_SPLIT)
     return queries * splits * (mixer.head_dim + 2) * FLOAT32
+
+
+def _tail_bytes(mixer: AttentionSpec, slots: int, models: Models, shape: Shape) -> int:
+    """What walks of long texts leave to others, however few slots there are."""
+    if models.kernels.attention != "canonical":
+        return 0
+    heads = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
+    return written_bytes(shape.batch, models.block_size, slots, *heads, mixer.window)
 
 
 def _mixers(models: Models, shape: Shape) -> Iterator[tuple[AttentionSpec, int]]:
