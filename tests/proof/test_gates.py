@@ -105,6 +105,16 @@ def test_the_step_passes_every_gate(kind: str, batch: int):
     assert launches.count(("kWhile/body", "kCommandBuffer")) > 10 * layers
 
 
+def test_a_step_whose_long_texts_leave_tails_passes():
+    """Each layer merges them by a second kernel, in place; who has one is known once for all."""
+    step = step_program(on_h200(models_of(SHAPE)), 32, 2 * CAPACITY)
+    program = compiled(step)
+    assert not failed(program, step.temporary_bound)
+    assert len(re.findall(r"custom-call\(.*block_attention_tails", program.hlo)) == 4
+    plans = re.findall(r"= (s32\[34\])\S* fusion\(", program.hlo)
+    assert len(plans) <= 2, plans  # the target's, and the drafter's, which is not causal
+
+
 def test_the_step_with_delta_nets_and_wide_heads_passes():
     """A head of 256 dims has pieces of attention in memory at every batch, and they are counted.
     Two delta nets, then attention."""
