@@ -71,8 +71,8 @@ def tiles_for(B: int, T: int, N: int, K: int, H: int, window: int | None = None)
     ctas, step = B * K * row_tiles, T <= MOST_OF_STEP
     walks = ctas >= WALKERS
     if H > WALKED_DIMS:
-        narrow = window is None or window <= EVEN or not step
-        walks = narrow and ctas * H // WALKED_DIMS >= FULL
+        alike = window is None or window <= EVEN or not step
+        walks = alike and ctas * H // WALKED_DIMS >= FULL
     strands = 2 if walks and H <= 64 and ctas <= ALONE else 1
     shares = 2 if walks and H == WALKED_DIMS and ctas <= SHARING else 1
     tails = TAILS if walks and step and strands == 1 else 0

@@ -105,7 +105,8 @@ def _attend(q, k, v, lengths, widths, sinks, task: Task, interpret, table=None):
 def _attend_rows(rows, k, v, lengths, widths, sinks, task: Task, interpret, table=None):
     lengths, widths = lengths.astype(jnp.int32), widths.astype(jnp.int32)
     tables = () if table is None else (table.astype(jnp.int32),)
-    extra = () if sinks is None else (sinks.astype(jnp.float32),)
+    sinks = None if sinks is None else sinks.astype(jnp.float32)
+    extra = () if sinks is None else (sinks,)
     if task.chunks == 1:
         given = rows, k, v, lengths, widths, *tables, *extra
         if not task.tails:
@@ -113,7 +114,7 @@ def _attend_rows(rows, k, v, lengths, widths, sinks, task: Task, interpret, tabl
         tails = mosaic_tails.plan(task, lengths, widths)
         out, sums, scales, weights = one_chunk(task, interpret, bool(extra))(*given, tails)
         how = {"queries": task.queries, "interpret": interpret is not None}
-        return combine_tails(out, sums, scales, weights, tails, (*extra, None)[0], **how)
+        return combine_tails(out, sums, scales, weights, tails, sinks, **how)
     accs, tops, totals = each_chunk(task, interpret)(rows, k, v, lengths, widths, *tables)
     add = combine_in_order if task.tiles.ordered else combine
     return add(

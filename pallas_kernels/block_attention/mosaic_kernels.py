@@ -13,8 +13,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.block_attention.combine import LOG2E
 from pallas_kernels.block_attention.mosaic_layouts import ROW_LAYOUT, across
+from pallas_kernels.block_attention.mosaic_left import Left, leave, left_types
 from pallas_kernels.block_attention.mosaic_shares import AXIS
-from pallas_kernels.block_attention.mosaic_tails import Left, has_tail, leave, take
+from pallas_kernels.block_attention.mosaic_tails import has_tail, take
 from pallas_kernels.block_attention.mosaic_task import ROWS, Task
 from pallas_kernels.block_attention.mosaic_walk import Memory, memory_of, scratch, walk
 from pallas_kernels.block_attention.pieces import LOWEST, finish
@@ -26,6 +27,8 @@ def one_chunk(task: Task, interpret, sinks: bool):
 
     strands, shares = task.tiles.strands, task.tiles.shares
     each = task.columns // shares
+    # First of each text that has a tail, then of pieces of tails.
+    apart = left_types(task, task.B + task.tails) if task.tails else ()
 
     def block_attention(q_ref, k_ref, v_ref, lengths_ref, widths_ref, *rest):
         table_ref, rest = _split(task, rest)
@@ -81,7 +84,7 @@ def one_chunk(task: Task, interpret, sinks: bool):
 
     return plgpu.kernel(
         block_attention,
-        out_type=[out_type(task), *_left_types(task)] if task.tails else out_type(task),
+        out_type=[out_type(task), *apart] if apart else out_type(task),
         scratch_types=[plgpu.SMEM((ROWS, each), jnp.bfloat16), *scratch(task)],
         **task.grid,
         **({"num_threads": strands, "thread_name": "strand"} if strands > 1 else {}),
@@ -95,12 +98,10 @@ def each_chunk(task: Task, interpret):
 
     What lies past the sequence or before its window is not written.
     """
-    shape = (task.B, task.chunks, task.K, task.row_tiles, ROWS)
-    row = jax.ShapeDtypeStruct(shape, jnp.float32)
 
     def block_attention_chunk(q_ref, k_ref, v_ref, lengths_ref, widths_ref, *rest):
-        table_ref, (acc_ref, top_ref, total_ref, *memory) = _split(task, rest)
-        at = _place()
+        table_ref, rest = _split(task, rest)
+        left, memory, at = Left(*rest[:3]), Memory(*rest[3:]), _place()
         b, turn, _, tile, part = at
         length, width, size = lengths_ref[b], widths_ref[b], task.tiles.chunk
         first, last = task.read_by_tile(length, width, tile)
@@ -109,28 +110,17 @@ def each_chunk(task: Task, interpret):
         def write(chunk):
             refs = q_ref, k_ref, v_ref, table_ref
             here = b, chunk, *at[2:]
-            acc, top, total = walk(task, *refs, length, width, here, Memory(*memory))
-            acc_ref[(*here[:4], slice(None), pl.ds(part * task.columns, task.columns))] = acc
-
-            @pl.when(part == 0)
-            def write_rows():
-                top_ref[here[:4]] = top
-                total_ref[here[:4]] = total
+            piece = walk(task, *refs, length, width, here, memory)
+            leave(left, here[:4], pl.ds(part * task.columns, task.columns), piece)
 
     return plgpu.kernel(
         block_attention_chunk,
-        out_type=[jax.ShapeDtypeStruct((*shape, task.H), jnp.float32), row, row],
+        out_type=list(left_types(task, task.B, task.chunks)),
         scratch_types=scratch(task),
         **task.grid,
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
     )
-
-
-def _left_types(task: Task):
-    shape = (task.B + task.tails, task.K, task.row_tiles, ROWS)
-    row = jax.ShapeDtypeStruct(shape, jnp.float32)
-    return Left(jax.ShapeDtypeStruct((*shape, task.H), jnp.float32), row, row)
 
 
 def _split(task: Task, rest):

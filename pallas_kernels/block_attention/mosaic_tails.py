@@ -6,24 +6,14 @@ are written apart. A second kernel merges them with what the walk left (`combine
 ascending order, so no bit is another. Where no text is so long it has nothing to do.
 """
 
-from typing import Any, NamedTuple
-
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Int
 
+from pallas_kernels.block_attention.mosaic_left import Left, leave
 from pallas_kernels.block_attention.mosaic_shares import AXIS
 from pallas_kernels.block_attention.mosaic_task import WALKED, Task
-
-
-class Left(NamedTuple):
-    """What walks and tails leave, in float32: first of each text that has a tail, then of pieces of
-    tails. See `pieces`."""
-
-    sums: Any  # [B + tails, K, tiles, ROWS, H]
-    scales: Any  # [B + tails, K, tiles, ROWS]
-    weights: Any
 
 
 def plan(task: Task, lengths: Int[Array, " B"], widths: Int[Array, " B"]) -> Int[Array, " _"]:
@@ -47,17 +37,6 @@ def plan(task: Task, lengths: Int[Array, " B"], widths: Int[Array, " B"]) -> Int
 
 def has_tail(plan_ref, b):
     return plan_ref[b + 2] > plan_ref[b + 1]
-
-
-def leave(left: Left, place, columns, piece) -> None:
-    """Writes some columns of a piece's sums, and by the CTA of the first ones its rows."""
-    sums, scales, weights = piece
-    left.sums[(*place, slice(None), columns)] = sums
-
-    @pl.when(columns.start == 0)
-    def leave_rows():
-        left.scales[place] = scales
-        left.weights[place] = weights
 
 
 def take(task: Task, plan_ref, left: Left, at, sums_of) -> None:
