@@ -96,8 +96,7 @@ def propose(
     head = drafter if c.has_head else target
     if not (ranked or models.draws_drafts or c.reads_logits):
         return Proposal(apply(*head, hidden, backend, method="best"))
-    by_head = models.drafter.sure_by_head and models.target.config.shards == 1
-    if by_head and not (models.draws_drafts or c.reads_logits):
+    if models.drafter.sure_by_head and not (models.draws_drafts or c.reads_logits):
         best, sure = apply(*head, hidden, backend, method="best_and_confidence")
         return Proposal(best, confidence=sure)
     if ranked:

@@ -3,7 +3,8 @@
 Every product is split over its columns, so each of `shards` devices has some columns of a row. A
 gather lays them side by side; an argmax compares the devices' best. Whole experts are split by
 device instead, and rows taken from the device that made them. No sum crosses devices, so the number
-of devices changes no bit where a column's product does not depend on the columns beside it.
+of devices changes no bit where a column's product does not depend on the columns beside it; but for
+how sure a drafter is of its best drafts, on which no text depends.
 With one device every function here is the plain one. Only programs inside `shard_map` over AXIS
 have more (jflash.devices.mesh). Like the axis, the places to which such a program's kernels push
 their parts are the program's: `pushing` names them while it is traced.
@@ -133,8 +134,37 @@ def best_of(
     Devices have `held` columns each, in their order, so the first device of equal ones has the
     lowest.
     """
-    ids, logits = lax.optimization_barrier((ids, logits))  # XLA would find them by one thread a row
-    both = jnp.stack([lax.bitcast_convert_type(logits, jnp.int32), ids], axis=-1)
-    every, columns = jnp.moveaxis(gather(both, shards).reshape(len(ids), shards, 2), -1, 0)
-    best = jnp.argmax(lax.bitcast_convert_type(every, jnp.float32), axis=-1)
+    columns, every = _of_all(ids, (logits,), shards)
+    return _best(columns, every, held)
+
+
+def surest_of(
+    ids: Int[Array, " M"],
+    logits: Float[Array, " M"],
+    sums: Float[Array, " M"],
+    held: int,
+    shards: int,
+) -> tuple[Int[Array, " M"], Float[Array, " M"]]:
+    """`best_of`, and the sum of exp(logit - best) over all devices' columns, of each one's own."""
+    if shards == 1:
+        return ids, sums
+    columns, every, sums = _of_all(ids, (logits, sums), shards)
+    largest = jnp.max(every, axis=-1, keepdims=True)
+    return _best(columns, every, held), jnp.sum(sums * jnp.exp(every - largest), axis=-1)
+
+
+def _of_all(
+    ids: Int[Array, " M"], numbers: tuple[Float[Array, " M"], ...], shards: int
+) -> list[Num[Array, "M {shards}"]]:
+    """The ids and the numbers of all devices, by one gather."""
+    ids, numbers = lax.optimization_barrier((ids, numbers))  # or XLA finds them by a thread a row
+    bits = [lax.bitcast_convert_type(x, jnp.int32) for x in numbers]
+    together = jnp.stack([ids, *bits], axis=-1)
+    of_all = gather(together, shards).reshape(len(ids), shards, -1)
+    every = [of_all[..., i + 1] for i in range(len(numbers))]
+    return [of_all[..., 0], *(lax.bitcast_convert_type(x, jnp.float32) for x in every)]
+
+
+def _best(columns: Int[Array, "M n"], every: Float[Array, "M n"], held: int) -> Int[Array, " M"]:
+    best = jnp.argmax(every, axis=-1)
     return best * held + jnp.take_along_axis(columns, best[:, None], axis=-1)[:, 0]

@@ -15,8 +15,8 @@ float32; results have x's dtype.
 - head_argmax: per row the id of the largest float32 logit, the lowest of equal ones. The head is
   [V, K]. The logits are never written.
 - head_largest: head_argmax's ids, and per row that logit.
-- head_confidence: head_argmax's ids, and per row the sum of exp(logit - largest) in float32. The
-  last bits of a sum are a matter of tiles: it is only for a drafter's confidence.
+- head_confidence: head_largest's, and per row the sum of exp(logit - largest) in float32. The last
+  bits of a sum are a matter of tiles: it is only for a drafter's confidence.
 - head_logits: those logits in float32, by "cpu", by "canonical" or else by XLA.
 - added: x + y rounded to x's dtype, for a bias or a residual.
 A row's bits depend only on that row and w: not on its index, on other rows, or on timing. With
@@ -54,6 +54,7 @@ from pallas_kernels.matmul import canonical, cpu, float8, reference, xla
 from pallas_kernels.matmul.float8.rounded import Rounded
 from pallas_kernels.matmul.kept.fragments import Fragments
 from pallas_kernels.matmul.kept.quantised import Quantised, dequantised_for
+from pallas_kernels.matmul.reference import largest_and_sums
 from pallas_kernels.unsummed import Unsummed
 from pallas_kernels.unsummed import summed as summed
 
@@ -196,15 +197,14 @@ def head_largest(
 
 def head_confidence(
     x: Float[Array, "M K"], head: Head, *, backend: str
-) -> tuple[Int[Array, " M"], Float[Array, " M"]]:
-    """The best ids and the sums; see the module's contract. ValueError as `matmul`."""
+) -> tuple[Int[Array, " M"], Float[Array, " M"], Float[Array, " M"]]:
+    """The best ids, their logits, the sums; see the module's contract. ValueError as `matmul`."""
     if isinstance(head, Rounded):
         return float8.head_confidence(x, head, backend=backend)
     if _backend(backend) is canonical:
         return canonical.head_confidence(x, head)
     logits = head_logits(x, head, backend=backend)
-    sums = jnp.sum(jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True)), axis=-1)
-    return jnp.argmax(logits, axis=-1).astype(jnp.int32), sums
+    return (jnp.argmax(logits, axis=-1).astype(jnp.int32), *largest_and_sums(logits))
 
 
 def head_logits(x: Float[Array, "M K"], head: Head, *, backend: str) -> Float[Array, "M V"]:

@@ -98,7 +98,7 @@ def head_largest(
 
 def head_confidence(
     x: Float[Array, "M K"], head: Float[Array, "V K"], *, interpret: bool = False
-) -> tuple[Int[Array, " M"], Float[Array, " M"]]:
+) -> tuple[Int[Array, " M"], Float[Array, " M"], Float[Array, " M"]]:
     product = Product.of("head_argmax", len(x), x.shape[1], head.shape[0], 1)
     _pieces("head_argmax", x, head, head.shape[0])
     tile = by_rule(product)  # sums of tiles make a confidence, which timing must not change

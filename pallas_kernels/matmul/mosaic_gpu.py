@@ -92,7 +92,7 @@ def head_largest(
 @_jit
 def head_confidence(
     x: Float[Array, "M K"], head: Float[Array, "V K"], *, tuning: Tuning, interpret: bool = False
-) -> tuple[Int[Array, " M"], Float[Array, " M"]]:
+) -> tuple[Int[Array, " M"], Float[Array, " M"], Float[Array, " M"]]:
     found = _launch("head_confidence", x, head, None, tuning, interpret)  # [C, M rounded up]
     best, index, total = (a[:, : x.shape[0]] for a in found)
     return best_of_all(best, index, total, head.shape[0])
@@ -100,10 +100,10 @@ def head_confidence(
 
 def best_of_all(
     best: Float[Array, "C M"], index: Int[Array, "C M"], total: Float[Array, "C M"], vocab: int
-) -> tuple[Int[Array, " M"], Float[Array, " M"]]:
-    """The lowest id of the largest value, and the sum of exp(value - largest), of some parts'."""
+) -> tuple[Int[Array, " M"], Float[Array, " M"], Float[Array, " M"]]:
+    """`largest_of_all`, and the sum of exp(value - largest) of some parts' sums."""
     ids, largest = largest_of_all(best, index, vocab)
-    return ids, jnp.sum(total * jnp.exp(best - largest), axis=0)
+    return ids, largest, jnp.sum(total * jnp.exp(best - largest), axis=0)
 
 
 def largest_of_all(

@@ -33,6 +33,14 @@ def head_argmax(x: Float[Array, "M K"], head: Float[Array, "V K"]) -> Int[Array,
     return jnp.argmax(_product(x, head.T), axis=-1).astype(jnp.int32)
 
 
+def largest_and_sums(
+    logits: Float[Array, "M V"],
+) -> tuple[Float[Array, " M"], Float[Array, " M"]]:
+    """Per row the largest logit, and the sum of exp(logit - largest)."""
+    largest = jnp.max(logits, axis=-1)
+    return largest, jnp.sum(jnp.exp(logits - largest[:, None]), axis=-1)
+
+
 def canonical(
     x: Float[Array, "M K"], w: Float[Array, "K N"], pieces: int, step: int = 16
 ) -> Float[Array, "M N"]:

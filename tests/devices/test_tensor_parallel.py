@@ -30,7 +30,7 @@ from jflash.records import parts
 import numpy as np
 from tests.support.shared_steps import (
     codes_shared, from_orbax, largest_differences, output_differences, random_parts, rounding,
-    whole_again
+    surest, whole_again
 )
 pair = [f"checkpoints/tiny-math/{x}" for x in ("target", "drafter")]
 mesh = jax.sharding.Mesh(np.asarray(jax.devices()[2:]).reshape(2, 1), ("rows", "columns"))
@@ -55,6 +55,7 @@ print(json.dumps(largest_differences(4) | {
     "random": random_parts(4),
     "codes": codes_shared(2),
     "whole again": whole_again(2),
+    "surest": [surest(n) for n in (2, 4)],
     "orbax": from_orbax(2),
 }))
 """
@@ -110,6 +111,13 @@ def test_a_step_over_four_devices_is_that_of_one(found):
     assert found["random"]["differ"] == 0 and found["random"]["most"] < 0.3
     assert found["codes"] == [3, 2, True]  # a gate and up of 192 columns is in fragments on one
     assert found["whole again"] and found["orbax"] == [0, 0.5]
+
+
+def test_devices_are_as_sure_of_a_draft_as_one(found):
+    """The best ids are one device's, also where columns of several devices are equally good; and a
+    device that forgets the others' columns is surer."""
+    for same, worst, alone in found["surest"]:
+        assert same and worst < 1e-6 and alone > 1e-3
 
 
 @pytest.mark.long

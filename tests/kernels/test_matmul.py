@@ -102,9 +102,10 @@ def test_mosaic_argmax_equals_reference(V, cluster_n, M):
     x, head = draw(3, M, 128), draw(4, V, 128)
     got = mosaic_gpu.head_argmax(x, head, tuning=tuning, interpret=True)
     np.testing.assert_array_equal(got, head_argmax(x, head, backend="reference"))
-    ids, sums = mosaic_gpu.head_confidence(x, head, tuning=tuning, interpret=True)
+    ids, largest, sums = mosaic_gpu.head_confidence(x, head, tuning=tuning, interpret=True)
     np.testing.assert_array_equal(ids, got)
     logits = head_logits(x, head, backend="reference")
+    np.testing.assert_allclose(largest, logits.max(1), 1e-4)
     np.testing.assert_allclose(sums, jnp.exp(logits - logits.max(1, keepdims=True)).sum(1), 1e-4)
 
 

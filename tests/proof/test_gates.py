@@ -231,11 +231,15 @@ def test_the_step_with_experts_kept_in_mxfp4_passes():
 
 
 def on_two(
-    models: Models, experts_over: str = "columns", batch: int = 1, **asked: str
+    models: Models,
+    experts_over: str = "columns",
+    batch: int = 1,
+    rows: int | None = None,
+    **asked: str,
 ) -> tuple[Program, int]:
     """The step of two H200s that share the models, and the bound of its temporaries."""
     models = on_h200(over(models, device_mesh(H200, 2, AXIS), experts_over), **asked)
-    models = for_batch(models, batch)
+    models = replace(for_batch(models, batch), rows=rows)
     step = step_program(models, batch, CAPACITY)
     lowered = lower_run(models, *step.arguments[:2])
     program = inspect(lambda dump: lowered.compile(compiler_options=dict(dump)))
@@ -260,6 +264,14 @@ def test_two_devices_push_what_they_exchange():
     places = re.findall(r"= (?:bf16|s32)\[2,2,\d+\]\S+ (\S+)\(", program.hlo)
     assert places and not any("copy" in opcode for opcode in places)
     assert "f32[16,75968]" not in program.hlo  # a device's logits
+
+
+def test_two_devices_choose_rows_without_a_logit():
+    """By each device's best draft, its logit and its sum, of half of the logits."""
+    program, bound = on_two(models_of(SMALL), batch=2, rows=8)
+    assert not failed(program, bound) and only_gathers(parse(program.hlo)).value == 0
+    assert pushes(program) == 4 * 2 + 5 and "all-gather" not in program.hlo
+    assert "75968]" not in program.hlo and "151936]" not in program.hlo
 
 
 def test_two_devices_that_push_many_rows_add_and_norm_them_where_they_land():

@@ -41,6 +41,7 @@ from jflash.io import (
     save_checkpoint,
 )
 from jflash.layers.gather import AXIS
+from jflash.layers.head import best_and_probability
 from jflash.layers.projections import Output
 from jflash.memory import memory_budget
 from jflash.models.decoder import Target
@@ -358,3 +359,20 @@ def _one_of_each(x: np.ndarray, like: np.ndarray) -> np.ndarray:
         if size != wanted:
             x = np.take(x, np.arange(wanted) * (size // wanted), axis=axis)
     return x
+
+
+def surest(devices: int) -> tuple[bool, float, float]:
+    """Whether so many devices choose one's drafts by their parts of a head; the most by which they
+    are surer or less sure of them; and the most by which one is that sees its own part alone."""
+    hidden, head = (
+        jax.random.normal(jax.random.key(i), x) for i, x in enumerate([(3, 5, 32), (96, 32)])
+    )
+    best = best_and_probability(hidden, head, "xla", 1)[0][0, 0]
+    head = head.at[jnp.array([7, 50, 95])].set(head[best])  # equal ones, in several parts
+    ids, sure = best_and_probability(hidden, head, "xla", 1)
+    split = functools.partial(best_and_probability, backend="xla", shards=devices)
+    takes = PartitionSpec(), PartitionSpec(AXIS)
+    got = jax.jit(spread(tensor_mesh(devices), split, takes, EVERYWHERE))(hidden, head)
+    part = best_and_probability(hidden, head[: len(head) // devices], "xla", 1)[1]
+    differ = [float(jnp.abs(other - sure).max()) for other in (got[1], part)]
+    return bool(jnp.array_equal(got[0], ids)), differ[0], differ[1]

@@ -22,6 +22,7 @@ from pallas_kernels.halves import Firsts, halves
 from pallas_kernels.matmul.few_rows import Tile, silu_times
 from pallas_kernels.matmul.float8 import mosaic, rounded_triton, triton
 from pallas_kernels.matmul.float8.rounded import Rounded, rounded_rows
+from pallas_kernels.matmul.reference import largest_and_sums
 
 FEW_ROWS = 16
 CORES = 132
@@ -61,19 +62,18 @@ def head_largest(
     if (tile := tile_for(len(x), *head.shape, backend)) is not None:
         return _largest(x, head, tile)
     if _by_mosaic(*head.shape, backend):
-        return mosaic.best(rounded_triton.rounded_rows(x), head, sums=False)
+        return mosaic.largest(rounded_triton.rounded_rows(x), head)
     sums = _sums(x, head)
     return jnp.argmax(sums, axis=-1).astype(jnp.int32), jnp.max(sums, axis=-1)
 
 
 def head_confidence(
     x: Float[Array, "M K"], head: Rounded, *, backend: str
-) -> tuple[Int[Array, " M"], Float[Array, " M"]]:
+) -> tuple[Int[Array, " M"], Float[Array, " M"], Float[Array, " M"]]:
     if _by_mosaic(*head.shape, backend):
-        return mosaic.best(rounded_triton.rounded_rows(x), head, sums=True)
+        return mosaic.confidence(rounded_triton.rounded_rows(x), head)
     logits = _sums(x, head)
-    largest = jnp.max(logits, axis=-1, keepdims=True)
-    return jnp.argmax(logits, axis=-1).astype(jnp.int32), jnp.sum(jnp.exp(logits - largest), -1)
+    return (jnp.argmax(logits, axis=-1).astype(jnp.int32), *largest_and_sums(logits))
 
 
 def head_logits(x: Float[Array, "M K"], head: Rounded, *, backend: str) -> Float[Array, "M V"]:

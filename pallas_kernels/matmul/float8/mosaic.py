@@ -89,17 +89,30 @@ def product(
     return _launch(plan, x, w, halves or (0,), out, {"out_smem": tile})[:M]
 
 
-@functools.partial(jax.jit, static_argnames="sums")
-def best(x: Rounded, head: Rounded, *, sums: bool) -> tuple[Int[Array, " M"], Float[Array, " M"]]:
-    """The lowest id of each row's largest logit, and that logit; or, in its place, the `sums` of
-    exp(logit - largest)."""
+@jax.jit
+def largest(x: Rounded, head: Rounded) -> tuple[Int[Array, " M"], Float[Array, " M"]]:
+    """The lowest id of each row's largest logit, and that logit."""
+    largest, ids = _best(x, head, sums=False)
+    return largest_of_all(largest, ids, head.shape[1])
+
+
+@jax.jit
+def confidence(
+    x: Rounded, head: Rounded
+) -> tuple[Int[Array, " M"], Float[Array, " M"], Float[Array, " M"]]:
+    """`largest`, and the sums of exp(logit - largest)."""
+    largest, ids, sums = _best(x, head, sums=True)
+    return best_of_all(largest, ids, sums, head.shape[1])
+
+
+def _best(x: Rounded, head: Rounded, *, sums: bool) -> list[Array]:
+    """Of each CTA's columns, by rows: the largest logit, its id, and the sums."""
     (K, V), M = head.shape, len(x.codes)
     plan = plan_for("best", M, K, V, 0)
     rows = plan.row_groups * plan.tuning.block_m
     types = (jnp.float32, jnp.int32, jnp.float32)[: 2 + sums]
     out = tuple(jax.ShapeDtypeStruct((plan.clusters, rows), each) for each in types)
-    largest, ids, *total = [part[:, :M] for part in _launch(plan, x, head, (0,), out, {})]
-    return best_of_all(largest, ids, total[0], V) if sums else largest_of_all(largest, ids, V)
+    return [part[:, :M] for part in _launch(plan, x, head, (0,), out, {})]
 
 
 def _launch(plan: Plan, x: Rounded, w: Rounded, firsts, out, scratch: dict[str, Any]) -> Any:
