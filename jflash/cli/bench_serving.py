@@ -43,10 +43,11 @@ def of_shape(
     args: Options, result: dict[str, Any], wait: Callable[[], None]
 ) -> Iterator[dict[str, Any]]:
     recording = read_recording(args.replay)
-    pair = random_pair(args.shape, recording, args.dtype, args.drafter_dtype, most_slots(args))
+    sizes = args.drafter_dtype, most_slots(args), (args.tensor_parallel, args.experts_over)
+    pair = random_pair(args.shape, recording, args.dtype, *sizes)
     result |= {"shape": args.shape, "backends": pair.models.kernels._asdict()}
     result |= {"block_size": pair.models.block_size, "replayed_tau": recording.tokens_a_step}
-    result |= dtype_note(args)
+    result |= shared_note(args) | dtype_note(args)
     steps = args.steps_per_call or (steps_of_call(pair.models),)
     others = args.auto_batch or args.first_token or args.long_prompt
     batches = args.batch or (() if others else BATCHES)

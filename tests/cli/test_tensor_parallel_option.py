@@ -57,12 +57,14 @@ def test_a_command_asks_for_the_devices_before_weights_are_read(name, arguments,
     assert "needs --tensor-parallel of 2 or more" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("name", "more"), [("bench-rows", []), ("bench-serving", ["--replay", "recording.json"])]
-)
-def test_a_shape_is_for_one_device(name, more, capsys):
-    assert run(name, ["--shape", "tiny", *more, "--tensor-parallel", "2"]) == 2
+def test_what_a_shape_does_on_one_device_alone(capsys):
+    shape = ["--shape", "tiny", "--tensor-parallel", "2"]
+    assert run("bench-rows", shape) == 2
     assert "--tensor-parallel is for a real pair, not for --shape" in capsys.readouterr().err
+    replayed = ["--replay", "recording.json", "--auto-batch", "8"]
+    assert run("bench-serving", [*shape, *replayed]) == 2
+    why = "--auto-batch of a --shape: devices would exchange logits that no real pair does"
+    assert why in capsys.readouterr().err
 
 
 def test_devices_are_compared_if_their_number_is_given(capsys):

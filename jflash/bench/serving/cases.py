@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -27,7 +28,8 @@ from jflash.bench.serving.stalls import beside_long, stalled
 from jflash.bench.shapes import model_shape
 from jflash.compiled.shape import PREFILL_CHUNK, Shape
 from jflash.devices.backends import with_backends
-from jflash.devices.mesh import with_context, with_rounding
+from jflash.devices.distribute import place
+from jflash.devices.mesh import for_batch, over, tensor_mesh, with_context, with_rounding
 from jflash.generate import Pair
 from jflash.io import default_dtype
 from jflash.models.decoder import Target
@@ -70,17 +72,19 @@ def random_pair(
     dtype: str | None,
     drafter_dtype: str = "",
     batch: int | None = None,
+    shared: tuple[int, str] = (1, "columns"),
 ) -> Pair:
     """A published shape with random weights that replays the recording.
 
-    `drafter_dtype` and `batch`: see `Models.drafting_in`.
+    `drafter_dtype` and `batch`: see `Models.drafting_in`. `shared`: how many devices share it, and
+    what they share of experts.
     """
     target, drafter = model_shape(shape)
     models = Models(Target(target), Drafter(drafter), drafter.block_size)
-    models = models.drafting_in(drafter_dtype, batch)
+    models = over(models, tensor_mesh(shared[0]), shared[1]).drafting_in(drafter_dtype, batch)
     models = with_backends(models, dtype or default_dtype(), jax.devices()[0])
-    models = replaying(models, recording)
-    weights = Params(*random_weights(models.configs))
+    models = for_batch(replaying(models, recording), batch)
+    weights = Params(*random_weights(models.configs, place=partial(place, models.mesh)))
     params = with_rounding(models, with_context(models, weights))
     return Pair(models, jax.block_until_ready(params))
 

@@ -61,7 +61,7 @@ def declare(parser: Parser) -> None:
         help="of a shape's engine: tokens of a pass, by default as jflash serve has it",
     )
     add("--prefill-between", type=int, metavar="N", help="the same: tokens between two calls")
-    shared_options(parser, "the real pair")
+    shared_options(parser, "the pair")
     turn = "commands of one FILE compile at once, and are timed one after another"
     add("--in-turn", type=Path, metavar="FILE", help=turn)
     add("--repeats", type=int, default=3, help="the median counts, default 3")
@@ -100,8 +100,10 @@ def check(args: Options) -> None:
             refuse(tokens < SHORTEST, f"{named}: at least {SHORTEST}, so that texts have room")
             refuse(tokens >= places, f"{named}: {args.shape} has {places} positions")
     check_shared(args)
-    shared = not real and args.tensor_parallel > 1
-    refuse(shared, "--tensor-parallel is for a real pair, not for --shape")
+    chosen = not real and args.tensor_parallel > 1 and args.auto_batch
+    refuse(
+        chosen, "--auto-batch of a --shape: devices would exchange logits that no real pair does"
+    )
     at_least_1(args, "questions", "clients", "max_new_tokens", "repeats", "probes")
     at_least_1(args, "prefill_chunk", "prefill_between")
     refuse(not args.tau > 1, f"--tau {args.tau}: above 1")
