@@ -17,26 +17,37 @@ from pallas_kernels.block_attention.mosaic_task import WALKED, Task
 
 
 def plan(task: Task, lengths: Int[Array, " B"], widths: Int[Array, " B"]) -> Int[Array, " _"]:
-    """The pieces that a walk takes at most; of each text the pieces of tails before its own; and
-    the pieces of all tails: [B + 2].
+    """The pieces that a walk takes at most; of each text the pieces of tails before its own; the
+    pieces of all tails; the number of texts that have one; and these, in B places: [2 B + 3].
 
-    A walk takes WALKED pieces, or a quarter more than texts have in the mean, so that texts of
-    about one length have no tails; and more if the tails would not fit their room.
+    A walk takes WALKED pieces, or a quarter more than the median of all texts, so that texts of
+    about one length have no tails; and more if the tails would not fit their room. All CTAs share
+    the tails, so a step ends the sooner the fewer pieces the longest walk has.
     """
-    size = task.tiles.chunk
+    size, B = task.tiles.chunk, task.B
     pieces = pl.cdiv(task.read_by_tile(lengths, widths, task.row_tiles - 1)[1], size)
-    least = jnp.maximum(WALKED, pl.cdiv(5 * jnp.sum(pieces), 4 * task.B))
+    shorter = jnp.sum(pieces <= pieces[:, None], axis=1)  # a sort is a kernel of its own
+    median = jnp.min(jnp.where(2 * shorter >= B, pieces, task.S))
+    least = jnp.maximum(WALKED, pl.cdiv(5 * median, 4))
     doublings = max(1, (task.S // size // WALKED).bit_length())
     limits = least << jnp.arange(doublings)
     room = jnp.sum(jnp.maximum(pieces - limits[:, None], 0), axis=1) <= task.tiles.tails
     limit = least << jnp.sum(jnp.logical_not(room))
     tails = jnp.maximum(pieces - limit, 0)
-    before = jnp.arange(task.B) < jnp.arange(task.B + 1)[:, None]
-    return jnp.concatenate([limit[None], jnp.sum(before * tails, axis=1)]).astype(jnp.int32)
+    before = jnp.arange(B) < jnp.arange(B + 1)[:, None]
+    place = jnp.sum(before * (tails > 0), axis=1)
+    texts = jnp.arange(B) * (tails > 0) * (place[:B] == jnp.arange(B)[:, None])
+    each = limit[None], jnp.sum(before * tails, axis=1), place[B:], jnp.sum(texts, axis=1)
+    return jnp.concatenate(each).astype(jnp.int32)
 
 
 def has_tail(plan_ref, b):
     return plan_ref[b + 2] > plan_ref[b + 1]
+
+
+def texts_with_tails(plan_ref, B: int, read):
+    """How many texts have a tail, and a function that gives the nth; `read` reads a number."""
+    return read(plan_ref.at[jnp.int32(B + 2)]), lambda n: read(plan_ref.at[B + 3 + n])
 
 
 def take(task: Task, plan_ref, left: Left, at, sums_of) -> None:

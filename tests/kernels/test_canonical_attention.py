@@ -162,14 +162,18 @@ def plan_of(lengths: list[int], tails: int = 64) -> list[int]:
 
 
 def test_who_has_a_tail():
-    """Texts of more pieces than 8, and a quarter more than the mean; walks are longer where tails
+    """Texts of more pieces than 8, and a quarter more than the median; walks are longer where tails
     have no room."""
-    assert plan_of([100] * 4) == [8, 0, 0, 0, 0, 0]
-    assert plan_of([30000, 29000, 28000, 30000]) == [144, 0, 0, 0, 0, 0]
-    six = [100] * 6
-    assert plan_of([4096, 4080, *six, 8000]) == [10, 0, 7, *[13] * 7, 35]  # 17, 16, 1 and 32 pieces
-    assert plan_of([30000, *[100] * 7], 98) == [20, 0, *[98] * 8]
-    assert plan_of([30000, *[100] * 7], 97) == [40, 0, *[78] * 8]
+    assert plan_of([100] * 4) == [8, *[0] * 10]
+    assert plan_of([30000, 29000, 28000, 30000]) == [143, *[0] * 10]  # 114 pieces are the median's
+    six, none = [100] * 6, [0] * 6
+    tails = [0, 9, *[17] * 7, 41]  # of 17, 16, 1 and 32 pieces
+    assert plan_of([4096, 4080, *six, 8000]) == [8, *tails, 3, 0, 1, 8, *none]
+    assert plan_of([4096, *[4080] * 7, 8000]) == [20, *[0] * 9, 12, 1, 8, *none, 0, 0]
+    one = [1, 0, *[0] * 7]
+    assert plan_of([30000, *[100] * 7], 110) == [8, 0, *[110] * 8, *one]
+    assert plan_of([30000, *[100] * 7], 109) == [16, 0, *[102] * 8, *one]
+    assert plan_of([30000, 30000, 100, 100], 220) == [8, 0, 110, 220, 220, 220, 2, 0, 1, 0, 0]
 
 
 @pytest.mark.skipif(not ON_GPU, reason="the interpreter has no memory of other CTAs")
