@@ -37,11 +37,13 @@ def combine(
     seen: Callable,
     interpret: bool = False,
     body: Callable | None = None,
+    warps: int | None = None,
 ) -> Float[Array, "B T N H"]:
     """Weighted sums of values, relative to 2 ** top, and sums of weights: the attention `out`.
 
-    Row (t, g) of a KV head is row (t % queries)·G + g of tile t // queries. `seen(length, width,
-    tile)` gives the first slot that some row of the tile sees, and the end of them.
+    `body` and `warps` are of a program, by default one that reads all chunks at once. Row (t, g) of
+    a KV head is row (t % queries)·G + g of tile t // queries. `seen(length, width, tile)` gives the
+    first slot that some row of the tile sees, and the end of them.
     """
     (B, T, N, H), (chunks, K) = out.shape, totals.shape[1:3]
     G = N // K
@@ -68,7 +70,7 @@ def combine(
         out_specs=pl.BlockSpec((None, None, None, H), lambda t, n, b: (b, t, n, 0)),
         out_shape=out,
         compiler_params=plt.CompilerParams(
-            num_warps=4 if pl.next_power_of_2(chunks) * H >= 4096 else 2, num_stages=1
+            num_warps=warps or (4 if pl.next_power_of_2(chunks) * H >= 4096 else 2), num_stages=1
         ),
         interpret=interpret,
     )(*inputs)
@@ -76,10 +78,16 @@ def combine(
 
 def combine_in_order(totals, tops, weights, lengths, widths, sinks, out, **how):
     """`combine` in the canonical form: ascending, as a kernel that walks all pieces merges them."""
+    programs, H = math.prod(out.shape[:3]), out.shape[-1]
+    how["warps"] = 4 if H > 128 and programs <= FEW_PROGRAMS else 2
     return combine(totals, tops, weights, lengths, widths, sinks, out, **how, body=_kernel_in_order)
 
 
 AT_ONCE = 8  # chunks whose loads are on their way together
+# Of wide heads. 2,048 programs of 128 numbers took 3.1 µs by two warps and 4.7 by four after 1,000
+# tokens, 512 of them 14.7 and 16.6 after 30,000; 2,048 of 256 numbers 3.6 and 5.2, but 16 of them
+# 2.2 and 1.3 (one H200, jax 0.11.2, 2026-11-29).
+FEW_PROGRAMS = 1024
 
 
 def _kernel_in_order(length_ref, width_ref, totals_ref, tops_ref, weights_ref, *rest, **how):
