@@ -137,7 +137,7 @@ def test_drafts_that_wait_are_those_of_the_newest_step(pair, grammar):
     assert texts[0] == texts[1] and given_up > 3
 
 
-@pytest.mark.parametrize("recurrent", [False, True])
+@pytest.mark.parametrize("recurrent", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_text_of_a_grammar_waits_for_a_place_with_its_prompt_computed(pair, grammar, recurrent):
     """A step in which some texts have a grammar has no rows for those that wait, and a text is what
     it is alone, whichever slot and place it has."""

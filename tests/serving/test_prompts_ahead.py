@@ -91,7 +91,7 @@ def answer(result: Result) -> tuple:
 
 @cpu_law
 @pytest.mark.parametrize(
-    "kind", [pytest.param("usual", marks=pytest.mark.long), "windows", "recurrent"]
+    "kind", ["recurrent", *(pytest.param(x, marks=pytest.mark.long) for x in ("usual", "windows"))]
 )
 def test_who_waits_steps_in_the_call_in_which_another_has_ended(kind):
     """The host knows of a stop token one call later, and the device before: the call serves the

@@ -29,9 +29,10 @@ BATCH = 4
 cpu_law = pytest.mark.skipif(ON_GPU, reason="the law of a CPU's operations")
 
 
-@pytest.fixture(
-    scope="module", params=["a window", "a delta net", pytest.param("none", marks=pytest.mark.long)]
-)
+LONG = [pytest.param(x, marks=pytest.mark.long) for x in ("a delta net", "none")]
+
+
+@pytest.fixture(scope="module", params=["a window", *LONG])
 def pair(request):
     """With a layer that has a window or a recurrent state and one that has none, or two without."""
     if request.param == "a delta net":
