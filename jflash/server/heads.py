@@ -16,7 +16,7 @@ def bounded(most: int) -> type[HttpToolsProtocol]:
 
     class Bounded(HttpToolsProtocol):
         _in_head, _head = True, 0  # the bytes of a head that is not whole
-        _data = b""  # the newest
+        _data, _ended = b"", False  # the newest, and whether a request ends in it
 
         def on_message_begin(self) -> None:
             self._in_head = True
@@ -26,10 +26,15 @@ def bounded(most: int) -> type[HttpToolsProtocol]:
             self._in_head = False
             super().on_headers_complete()
 
+        def on_message_complete(self) -> None:
+            self._ended = True
+            super().on_message_complete()
+
         def data_received(self, data: bytes) -> None:
-            self._data = data
+            self._data, self._ended = data, False
             super().data_received(data)
-            self._head = self._head + len(data) if self._in_head else 0
+            # A client may send the next head right after a body, which is no part of it.
+            self._head = self._head + len(data) if self._in_head and not self._ended else 0
             if self._head > most and not self.transport.is_closing():
                 self.send_400_response(f"the head has more than {most} bytes")
 
