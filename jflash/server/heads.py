@@ -2,17 +2,19 @@
 
 httptools takes a head of any length. It also takes what follows a head with `Upgrade` for the other
 protocol, and Java's HTTP client asks for HTTP/2 in this way with each first request, body and all.
+uvicorn beside it writes a stream in chunks to HTTP/1.0 too, where their sizes would be text.
 """
 
 import sys
+from typing import Any
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 
 def bounded(most: int) -> type[HttpToolsProtocol]:
     """uvicorn's protocol, but 400 and the connection's end for a head of more than `most` bytes,
-    and HTTP/1.1 for who asks for more."""
+    HTTP/1.1 for who asks for more, and no chunks for who asks for less."""
 
     class Bounded(HttpToolsProtocol):
         _in_head, _head = True, 0  # the bytes of a head that is not whole
@@ -25,6 +27,9 @@ def bounded(most: int) -> type[HttpToolsProtocol]:
         def on_headers_complete(self) -> None:
             self._in_head = False
             super().on_headers_complete()
+            cycle = self.cycle  # an older one if there is a wish for another protocol
+            if self.scope["http_version"] == "1.0" and cycle and cycle.scope is self.scope:
+                _write_without_chunks(cycle)
 
         def on_message_complete(self) -> None:
             self._ended = True
@@ -56,3 +61,14 @@ def bounded(most: int) -> type[HttpToolsProtocol]:
             self.data_received(head + self._data[asks.args[0] :])
 
     return Bounded
+
+
+def _write_without_chunks(cycle: RequestResponseCycle) -> None:
+    """Has an answer written as it is, up to the connection's end."""
+    write, cycle.chunked_encoding = cycle.send, False
+
+    async def send(message: Any) -> None:
+        cycle.expected_content_length = len(message.get("body", b""))  # no more, and no less
+        await write(message)
+
+    cycle.send = send

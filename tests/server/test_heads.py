@@ -1,4 +1,4 @@
-"""Requests as their bytes come: one after another in the same piece."""
+"""Requests as their bytes come: one after another in the same piece, and of an older version."""
 
 import asyncio
 import socket
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from jflash.server.run import HEADER_BYTES, listen, open_to_clients, server_of
@@ -19,9 +19,14 @@ async def length(request: Request) -> Response:
     return Response(str(len(await request.body())))
 
 
+async def stream(_: Request) -> Response:
+    return StreamingResponse(iter(["one\n", "two\n"]))
+
+
 @pytest.fixture(scope="module")
 def address() -> Iterator[tuple[str, int]]:
-    app = Starlette(routes=[Route("/length", length, methods=["POST"])])
+    routes = [Route("/length", length, methods=["POST"]), Route("/stream", stream)]
+    app = Starlette(routes=routes)
     server, listener = server_of(app, 1.0), listen("127.0.0.1", 0)
     open_to_clients(listener)
     run = lambda: asyncio.run(server.serve(sockets=[listener]))  # noqa: E731
@@ -63,3 +68,21 @@ def test_a_head_that_follows_another_request_has_its_bound(address):
         assert read(client, b"\r\n\r\n0").startswith(b"HTTP/1.1 200")
         client.sendall(b"y" * (HEADER_BYTES + 1000))
         assert read(client, b"\r\n\r\n").startswith(b"HTTP/1.1 400"), "it has no end"
+
+
+def test_a_stream_to_a_client_of_http_1_0_has_no_chunks(address):
+    """It ends with its connection, as does an answer whose length is told."""
+    for line, body in (
+        (b"GET /stream HTTP/1.0", b"one\ntwo\n"),
+        (b"HEAD /stream HTTP/1.0", b""),
+        (b"POST /length HTTP/1.0\r\ncontent-length: 2", b"2"),
+    ):
+        with socket.create_connection(address) as client:
+            tail = b"ab" if line.startswith(b"POST") else b""
+            client.sendall(line + b"\r\n\r\n" + tail)
+            head, _, got = read(client, b"no such text").partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200") and got == body, line
+            assert b"transfer-encoding" not in head and b"connection: close" in head
+    with socket.create_connection(address) as client:
+        client.sendall(b"GET /stream HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert b"\r\n\r\n4\r\none\n\r\n4\r\ntwo\n\r\n0\r\n" in read(client, b"\r\n0\r\n")
