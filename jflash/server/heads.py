@@ -2,7 +2,8 @@
 
 httptools takes a head of any length. It also takes what follows a head with `Upgrade` for the other
 protocol, and Java's HTTP client asks for HTTP/2 in this way with each first request, body and all.
-uvicorn beside it writes a stream in chunks to HTTP/1.0 too, where their sizes would be text.
+uvicorn beside it writes a stream in chunks to HTTP/1.0 too, where their sizes would be text. Once a
+request waits for the answer to an older one, it reads nothing more, not even that the client goes.
 """
 
 import sys
@@ -10,6 +11,8 @@ from typing import Any
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+AHEAD = 8  # requests that a connection may have beside the one that runs
 
 
 def bounded(most: int) -> type[HttpToolsProtocol]:
@@ -19,6 +22,7 @@ def bounded(most: int) -> type[HttpToolsProtocol]:
     class Bounded(HttpToolsProtocol):
         _in_head, _head = True, 0  # the bytes of a head that is not whole
         _data, _ended = b"", False  # the newest, and whether a request ends in it
+        _open: tuple[RequestResponseCycle, ...] = ()  # requests without their whole answers
 
         def on_message_begin(self) -> None:
             self._in_head = True
@@ -27,8 +31,13 @@ def bounded(most: int) -> type[HttpToolsProtocol]:
         def on_headers_complete(self) -> None:
             self._in_head = False
             super().on_headers_complete()
-            cycle = self.cycle  # an older one if there is a wish for another protocol
-            if self.scope["http_version"] == "1.0" and cycle and cycle.scope is self.scope:
+            cycle = self.cycle
+            if cycle is None or cycle.scope is not self.scope:
+                return  # of a request with a wish for another protocol, which is read again
+            self._open = (*(each for each in self._open if not each.response_complete), cycle)
+            if len(self.pipeline) <= AHEAD:
+                self.flow.resume_reading()
+            if self.scope["http_version"] == "1.0":
                 _write_without_chunks(cycle)
 
         def on_message_complete(self) -> None:
@@ -42,6 +51,12 @@ def bounded(most: int) -> type[HttpToolsProtocol]:
             self._head = self._head + len(data) if self._in_head and not self._ended else 0
             if self._head > most and not self.transport.is_closing():
                 self.send_400_response(f"the head has more than {most} bytes")
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)  # tells it to the newest one alone
+            for cycle in self._open:
+                cycle.disconnected = not cycle.response_complete
+                cycle.message_event.set()
 
         def _should_upgrade(self) -> bool:
             """uvicorn leaves such a request to `handle_websocket_upgrade`."""

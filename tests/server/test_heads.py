@@ -13,10 +13,21 @@ from starlette.routing import Route
 
 from jflash.server.run import HEADER_BYTES, listen, open_to_clients, server_of
 
+WAITING, LEFT = threading.Event(), threading.Event()
+
 
 async def length(request: Request) -> Response:
     """How long the body is."""
     return Response(str(len(await request.body())))
+
+
+async def wait(request: Request) -> Response:
+    """Says that it waits for its client's end, and that this has come."""
+    WAITING.set()
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    LEFT.set()
+    return Response()
 
 
 async def stream(_: Request) -> Response:
@@ -26,7 +37,7 @@ async def stream(_: Request) -> Response:
 @pytest.fixture(scope="module")
 def address() -> Iterator[tuple[str, int]]:
     routes = [Route("/length", length, methods=["POST"]), Route("/stream", stream)]
-    app = Starlette(routes=routes)
+    app = Starlette(routes=[*routes, Route("/wait", wait)])
     server, listener = server_of(app, 1.0), listen("127.0.0.1", 0)
     open_to_clients(listener)
     run = lambda: asyncio.run(server.serve(sockets=[listener]))  # noqa: E731
@@ -86,3 +97,12 @@ def test_a_stream_to_a_client_of_http_1_0_has_no_chunks(address):
     with socket.create_connection(address) as client:
         client.sendall(b"GET /stream HTTP/1.1\r\nhost: x\r\n\r\n")
         assert b"\r\n\r\n4\r\none\n\r\n4\r\ntwo\n\r\n0\r\n" in read(client, b"\r\n0\r\n")
+
+
+def test_a_request_hears_of_its_clients_end_while_another_one_waits_behind_it(address):
+    with socket.create_connection(address) as client:
+        client.sendall(b"GET /wait HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert WAITING.wait(20)
+        client.sendall(request(b"a") + request(b"bc"))
+        assert not LEFT.wait(0.2), "it runs, and the others wait"
+    assert LEFT.wait(20)
