@@ -36,10 +36,11 @@ async def body_of(request: Request, most: int) -> bytes:
             async for piece in request.stream():
                 body += piece
                 if len(body) > most:
+                    # The connection goes on, and what still comes is dropped: one that was closed
+                    # would be reset for a client that writes all before it reads.
                     raise ApiError(
-                        f"the body has more than {most} bytes", status=413, code="body_too_large",
-                        headers={"Connection": "close"},
-                    )  # fmt: skip
+                        f"the body has more than {most} bytes", status=413, code="body_too_large"
+                    )
     except TimeoutError:
         raise ApiError(
             f"the body did not arrive in {BODY_SECONDS:g} seconds", status=408, code="timeout"

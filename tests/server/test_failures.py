@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import http.client
 import json
 import re
 import socket
@@ -226,6 +227,21 @@ def test_keys_limits_and_pages_of_others(monkeypatch):
             head = "\r\n".join([f"POST {TEXT} HTTP/1.1", "Host: x", "Content-Length: 9"])
             client.sendall(f"{head}\r\nAuthorization: Bearer right\r\n\r\n{{".encode())
             assert client.recv(100).startswith(b"HTTP/1.1 408"), "a body without an end"
+
+
+def test_a_client_that_writes_all_of_a_body_that_is_too_long_reads_why():
+    """Its connection is not closed under it, and takes its next request."""
+    with running() as server:
+        client = http.client.HTTPConnection(*server.url.removeprefix("http://").split(":"))
+        with contextlib.closing(client):
+            for body, status, code in (
+                (b" " * 2**23, 413, "body_too_large"),
+                (b"{}", 400, "invalid_type"),
+            ):
+                client.request("POST", TEXT, body)
+                answer = client.getresponse()
+                assert answer.status == status
+                assert json.loads(answer.read())["error"]["code"] == code
 
 
 def test_a_page_may_read_an_internal_error(monkeypatch, caplog):
