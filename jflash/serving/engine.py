@@ -52,7 +52,7 @@ class Engine:
     for the longest in every slot unless given. When they are short, the last request gives its
     pages back, and is computed again later. For prefixes `states` copies of the recurrent states of
     a slot are kept, where layers have such: one for each slot unless given, 4 at least. At most
-    `max_queue` requests wait; more are refused. Between two calls of steps at most
+    `max_queue` requests wait for a slot; more are refused. Between two calls of steps at most
     `prefill_between` tokens of prompts are computed, in whole chunks, of one prompt 512 or a chunk,
     and none that would pass STALL, so that a long prompt keeps no text waiting. A pass computes the
     ends of at most `prompts_at_once` prompts: of several where that pays, unless given. A call

@@ -147,6 +147,18 @@ def test_refusals(engine, monkeypatch):
     assert {handle.result().finish_reason for handle in handles} == {"cancelled"}
 
 
+def test_who_has_a_place_takes_none_of_the_queue(engine):
+    """Of requests that come faster than the engine looks, as samples of a prompt do."""
+    request = Request(prompt_ids=[1], max_tokens=2)
+    with engine._work.changed:  # its thread has no turn
+        handles = [engine.submit(request) for _ in range(2 + 3)]
+        assert engine.room == 0 and engine.stats().waiting == 5
+        with pytest.raises(Full, match="3 requests wait"):
+            engine.submit(request)
+    assert {handle.result().finish_reason for handle in handles} == {"length"}
+    assert engine.room == 5
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

@@ -68,6 +68,12 @@ class Loop:
         return len(self.waiting) + max(0, len(self.running) - self.device.layout.shape.batch)
 
     @property
+    def free_places(self) -> int:
+        """Places in a call of steps that no request has; none as long as no new text begins."""
+        free = self.device.layout.shape.batch - len(self.running)
+        return 0 if self.held or self.asleep else max(0, free)
+
+    @property
     def quiet(self) -> bool:
         """Whether no text is under way; requests that have no token yet may wait."""
         return not (self.running or self._unread or any(job.begun for job in self.waiting))

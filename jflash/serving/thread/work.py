@@ -22,7 +22,8 @@ LAST = 10.0  # seconds that a process which ends waits for an engine at most
 
 
 class Work:
-    """Jobs that wait, and the thread that has the loop's rounds made; at most `most` wait."""
+    """Jobs that wait, and the thread that has the loop's rounds made; at most `most` wait beside
+    those for which there are places."""
 
     def __init__(self, loop: Loop, most: int) -> None:
         self._loop, self._most = loop, most
@@ -42,7 +43,7 @@ class Work:
         """Queues the job that `make` makes of its number. Full, Failed; RuntimeError once ended."""
         with self.changed:
             self._check_at_work()
-            if self.waiting() >= self._most:
+            if not self._left():
                 raise Full(f"{self._most} requests wait")
             self._inbox.append(make(self._arrived))
             self._arrived += 1
@@ -52,18 +53,23 @@ class Work:
         """The number of jobs that wait for a place; the caller holds `changed`."""
         return len(self._inbox) + self._loop.without_place
 
+    def _left(self) -> int:
+        """How many more jobs may come; the caller holds `changed`. Those that the next round gives
+        a place take none of the others' room."""
+        return max(0, self._most + self._loop.free_places - self.waiting())
+
     @property
     def room(self) -> int:
         """How many more jobs `add` would take now; else as that."""
         with self.changed:
             self._check_at_work()
-            return max(0, self._most - self.waiting())
+            return self._left()
 
     def wait_for_room(self) -> None:
         """Until `add` would not raise Full, though another thread may come first."""
         with self._room:
             ended = lambda: self._closing or self._error is not None  # noqa: E731
-            self._room.wait_for(lambda: ended() or self.waiting() < self._most)
+            self._room.wait_for(lambda: ended() or self._left())
 
     def between[T](self, action: Callable[[], T]) -> T:
         """The result of `action`, which the thread runs as soon as no job runs."""
