@@ -268,17 +268,22 @@ def save_checkpoint(
     """Writes model.safetensors, then config.json, in Hugging Face layout; other files stay.
 
     Orbax parameters go, which would be read in place of the new ones. The model must have Qwen3's
-    shape. `extra_config` adds keys to config.json (eos_token_id, …).
+    shape. `dtype` is 'float32' or 'bfloat16'. `extra_config` adds keys to config.json
+    (eos_token_id, …). ValueError, before anything is written, for what no file should say.
     """
-    folder = Path(path)
+    folder, dtype = Path(path), _known(dtype)
     raw = to_hf_config(config, dtype) | (extra_config or {})
+    try:
+        text = json.dumps(raw, indent=2, allow_nan=False) + "\n"
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"extra_config {extra_config!r:.80} is no JSON: {error}") from None
     if not overwrite and (folder / "config.json").exists():
         raise ValueError(f"{folder} holds a checkpoint already")
     make_folder(folder)
     with replacing(folder / "model.safetensors") as part:
         save_safetensors(part, names_of(raw), config, params, dtype)
     remove_orbax(folder)
-    write_text(folder / "config.json", json.dumps(raw, indent=2) + "\n")
+    write_text(folder / "config.json", text)
 
 
 def _known(dtype: str | None) -> str:

@@ -84,6 +84,23 @@ def test_who_may_read_the_config_may_read_the_weights(pair):
     assert modes["model.safetensors"] == modes["config.json"] == 0o640
 
 
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"dtype": "int8"}, "dtype 'int8' is not one of float32, bfloat16"),
+        ({"dtype": "float16"}, "dtype 'float16' is not one of"),
+        ({"extra_config": {"eos_token_id": np.int32(3)}}, "int32 is not JSON serializable"),
+        ({"extra_config": {"rope_theta": float("nan")}}, "extra_config .* is no JSON"),
+    ],
+)
+def test_what_loading_would_refuse_is_not_written(pair, tmp_path, more, why):
+    """Weights cut to whole numbers, or new ones beside an old config, were found out when read."""
+    drafter, params = load_drafter(pair.drafter, "float32")
+    with pytest.raises(ValueError, match=why):
+        save_checkpoint(tmp_path / "new", drafter.config, params, **more)
+    assert not (tmp_path / "new").exists()
+
+
 def test_a_link_to_a_folder_to_come_is_followed(pair, tmp_path):
     """It was no folder and could not become one, which came out when a training had ended."""
     drafter, params = load_drafter(pair.drafter, "float32")
