@@ -1,9 +1,12 @@
-"""Errors of libraries that interpret a checkpoint: tokenizers, chat templates, Orbax metadata."""
+"""Errors of libraries that read and write a checkpoint: tokenizers, chat templates, Orbax."""
 
+import re
 from pathlib import Path
 from types import TracebackType
 
 MOST_SHOWN = 300  # characters of a library's message
+# tensorstore ends its errors with notes for programmers: a number, all its settings, its source.
+NOTES = re.compile(r" \[(?:os_error_code|tensorstore_spec|source locations)=")
 POINTER = b"version https://git-lfs.github.com/spec/"  # what a clone without Git LFS has
 
 
@@ -35,6 +38,11 @@ def one_line(error: BaseException) -> str:
     """An error's text in one line, with its type if the text is short."""
     text = " ".join(str(error).split())[:MOST_SHOWN]
     return text if " " in text else f"{type(error).__name__} {text}".strip()
+
+
+def without_notes(text: str) -> str:
+    """The text of an error of tensorstore, which ends with the reason."""
+    return NOTES.split(text)[0]
 
 
 def refuse_pointer(file: Path) -> None:

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from jflash.io.assemble import nest
 from jflash.io.checksums import SUFFIX, check_small_files, compared, write_checksums
 from jflash.io.folder import Fill, Folder, Place, as_it_lies
-from jflash.io.foreign import named, one_line
+from jflash.io.foreign import named, one_line, without_notes
 from jflash.io.hf_config import read_json
 from jflash.io.problems import check_problems
 from jflash.models.params import leaf_paths
@@ -112,7 +112,7 @@ def _restore(checkpointer: ocp.Checkpointer, path: Path, part: dict) -> dict:
         reason = error.__cause__ if type(error) is Exception else error
         if not isinstance(reason, (OSError, ValueError)):
             raise
-        text = one_line(reason).split(" [")[0]
+        text = without_notes(one_line(reason))
         raise ValueError(f"{path} is corrupt or truncated: {text}") from None
 
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from jflash.io.foreign import without_notes
 from jflash.system.locks import naming, sole_writer
 
 QUIET, LONGEST = 0.5, 10.0  # seconds without a late write until a failed save is over, at most
@@ -71,9 +72,8 @@ def _write(destination: Path, fill: Callable[[Path], None]) -> None:
             _remove(part)
             raise
     except (OSError, ValueError) as error:
-        # tensorstore's "no space left" is a ValueError with all its settings at the end.
-        reason = str(error).split(" [tensorstore_spec=")[0]
-        raise ValueError(f"cannot write {destination}: {reason}") from error
+        # tensorstore's "no space left" is a ValueError.
+        raise ValueError(f"cannot write {destination}: {without_notes(str(error))}") from error
 
 
 def _remove(part: Path) -> None:

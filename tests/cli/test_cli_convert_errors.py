@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jflash.cli import main
 from tests.support.small_checkpoints import Folders, edit_config, edit_tensors, make_pair
 
 ROOT = Path(__file__).parents[2]
@@ -70,7 +71,7 @@ def test_convert_with_no_space_left(pair, tmp_path):
         done = subprocess.run(command, capture_output=True, env=environment, text=True)
         assert done.returncode == 2 and done.stdout == ""
         assert done.stderr.count("\n") == 1, done.stderr
-        assert "small/a/dst" in done.stderr and "No space left on device" in done.stderr
+        assert "small/a/dst" in done.stderr and done.stderr.endswith("No space left on device\n")
         assert list(small.iterdir()) == []
     finally:
         subprocess.run(["umount", str(small)], check=True)
@@ -97,6 +98,19 @@ def test_convert_is_silent_about_writes_that_never_began(pair, tmp_path):
     done = subprocess.run(command, capture_output=True, env=environment, text=True)
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     assert "No space left on device" in done.stderr
+
+
+def test_convert_ends_its_line_where_tensorstores_notes_begin(pair, monkeypatch, tmp_path, capsys):
+    """Its errors are these, and folders may have brackets in their names."""
+
+    def full(folder: Path, params: object) -> None:
+        notes = "[os_error_code='28' tensorstore_spec='{\"context\":{}}']"
+        raise ValueError(f'Error writing local file "/a [b=c]/d": No space left on device {notes}')
+
+    monkeypatch.setattr("jflash.io.convert.save_orbax", full)
+    assert main.run("convert", [str(pair.target), str(tmp_path / "dst")]) == 2
+    err = capsys.readouterr().err
+    assert err.endswith('"/a [b=c]/d": No space left on device\n') and err.count("\n") == 1
 
 
 def test_convert_that_fails_halfway_keeps_the_old_one(pair, refused, monkeypatch, tmp_path):
