@@ -254,7 +254,10 @@ def _files(folder: Path) -> list[Path]:
         return files
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise ValueError(f"{folder} holds no safetensors files")
+        raise ValueError(
+            f"{folder} holds no safetensors files, and others, such as pytorch_model.bin, are not "
+            "read: transformers writes safetensors of them by from_pretrained and save_pretrained"
+        )
     if not whole.exists():
         return files
     return [f for f in files if not (f.name.startswith(TWICE) or VARIANT.fullmatch(f.name))]

@@ -102,7 +102,7 @@ def test_corrupt_safetensors(pair, refused):
 
 def test_no_weights(pair, refused):
     (pair.drafter / "model.safetensors").unlink()
-    refused(decode(pair), str(pair.drafter), "holds no safetensors")
+    refused(decode(pair), str(pair.drafter), "holds no safetensors", "save_pretrained")
 
 
 MISFITS = [
