@@ -20,6 +20,7 @@ from jflash.evals.folder import (
     open_folder,
     read_answers,
     whole_baseline,
+    whole_comparison,
 )
 from jflash.evals.plots import write_plots
 from jflash.evals.report import table
@@ -90,8 +91,9 @@ def _evaluate(
     run: Run, folder: Path, options: Options, others: list[dict[str, Any]], hosts: Hosts
 ) -> dict[str, Any]:
     width, problems = run.files.models.block_size, run.evaluation.problems
-    answers, baseline = answers_of(run, folder, options, hosts)
     # What an earlier run was asked for stays in the summary.
+    earlier = whole_comparison(folder)
+    answers, baseline = answers_of(run, folder, options, hosts)
     baseline = whole_baseline(folder, answers) if baseline is None else baseline
     results_of = execute_all if options.execute else executed
     results = results_of(options.dataset, problems, answers, folder / "executed.jsonl")
@@ -105,6 +107,8 @@ def _evaluate(
         compared = differences(answers, others, "other_token")
         of = {"folder": str(options.same_as), "answers": len(answers)}
         summary["same_as"] = of | compared
+    elif earlier is not None:
+        summary["same_as"] = earlier
     text = json.dumps(summary, indent=1, allow_nan=False)
     write_text(folder / "summary.json", text + "\n")
     write_plots(folder, summary, f"{options.dataset}, {Path(options.target).name}, block {width}")

@@ -146,6 +146,19 @@ def whole_baseline(folder: Path, answers: Sequence[dict[str, Any]]) -> list[dict
     return plain if ours == theirs else None
 
 
+def whole_comparison(folder: Path) -> dict[str, Any] | None:
+    """What a run's summary says of its answers and another run's, if all of them lie there still.
+
+    None too for a summary that something damaged, as the next one replaces it.
+    """
+    try:
+        found = _object(folder / "summary.json").get("same_as")
+    except (OSError, ValueError):
+        return None
+    answers = len(read_answers(folder / "answers.jsonl"))
+    return found if isinstance(found, dict) and found.get("answers") == answers else None
+
+
 def _once(files: Sequence[Path]) -> list[dict[str, Any]]:
     answers: dict[tuple[int, int], dict[str, Any]] = {}
     lines = ((file, number, r) for file in files for number, r in enumerate(read_lines(file), 1))

@@ -277,6 +277,22 @@ def test_a_later_run_without_baseline_keeps_a_whole_one(run, data, unbroken, tmp
     assert "baseline" not in run(data, folder)[0]
 
 
+def test_a_later_run_without_same_as_keeps_what_was_compared(run, data, unbroken, tmp_path):
+    """Unless an answer had to be decoded again, which was not compared."""
+    folder = tmp_path / "out"
+    shutil.copytree(unbroken, folder)
+    compared = run(data, folder, "--same-as", str(unbroken))[0]["same_as"]
+    assert (compared["answers"], compared["identical_outputs"]) == (COUNT, COUNT)
+    summary, out, _ = run(data, folder)
+    assert summary["same_as"] == compared
+    assert f"as {unbroken}: {COUNT} of {COUNT} outputs" in out
+    texts = (folder / "answers.jsonl").read_text().splitlines(keepends=True)
+    (folder / "answers.jsonl").write_text("".join(texts[1:]))
+    assert "same_as" not in run(data, folder)[0]
+    (folder / "summary.json").write_text("{")
+    assert "same_as" not in run(data, folder)[0]
+
+
 def test_other_tokens_than_another_run_has_are_told(data, unbroken, tmp_path, capsys):
     other = tmp_path / "other"
     shutil.copytree(unbroken, other)
