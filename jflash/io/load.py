@@ -26,6 +26,7 @@ from jflash.models.dflash import Drafter
 from jflash.models.params import random_params
 from jflash.pair import Models, Params
 from jflash.records.config import DrafterConfig, TargetConfig
+from jflash.records.decoding import whole
 from jflash.records.kernels import AUTO
 from jflash.system.files import make_folder, replacing, write_text
 
@@ -221,7 +222,7 @@ def load_pair(
     weights should lie, and what of the layers each of several devices has. Everything that can be
     checked without weights is checked before any are read. ValueError says what does not fit.
     """
-    if batch is not None and batch < 1:
+    if batch is not None and whole("batch", batch) < 1:
         raise ValueError(f"batch {batch} must be at least 1")
     files = configure_pair(
         target, drafter, dtype=dtype, block_size=block_size, attention_backend=attention_backend,

@@ -319,6 +319,19 @@ def test_dtype_on_request(pair):
         load_target(pair.target, "float16")
 
 
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"batch": 1.5}, "batch 1.5 must be a whole number"),
+        ({"batch": "8"}, "batch '8' must be a whole number"),
+        ({"batch": 0}, "batch 0 must be at least 1"),
+    ],
+)
+def test_a_pair_for_what_is_no_batch(pair, more, why):
+    with pytest.raises(ValueError, match=why):
+        load_pair(*pair, **more)
+
+
 def test_configuring_a_pair_reads_no_weights(pair):
     for folder in pair:
         (folder / "model.safetensors").unlink()
