@@ -118,7 +118,25 @@ def run_command(
         if module not in EXTRAS:
             raise
         return refused(parser.prog, _not_installed(module))
+    except (AssertionError, RuntimeError) as error:
+        if not _is_of_platforms(error):
+            raise
+        told = str(error) or "no such device is here: unset it, or set it to cpu"
+        named = os.environ["JAX_PLATFORMS"]
+        return refused(parser.prog, ValueError(f"JAX_PLATFORMS={named}: {told}"))
     return code or 0
+
+
+def _is_of_platforms(error: BaseException) -> bool:
+    """Whether JAX cannot begin on the platforms that the environment names.
+
+    If those are cuda alone and there is no GPU, it is an assertion of JAX's without a text.
+    """
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    where = trace and trace.tb_frame.f_globals["__name__"]
+    return where == "jax._src.xla_bridge" and bool(os.environ.get("JAX_PLATFORMS"))
 
 
 def require(*modules: str) -> None:

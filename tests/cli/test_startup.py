@@ -160,6 +160,19 @@ def test_a_script_is_the_command_of_its_own_tree(tmp_path):
         assert err == f"{ROOT / 'jflash' / 'cli' / 'main.py'}\n"
 
 
+@pytest.mark.parametrize(("named", "why"), [("cuda", "no such device is here"), ("gpus", "'gpus'")])
+def test_platforms_that_are_not_here_are_a_line(named, why):
+    """Such as those of a container's environment, whose GPU it was not given."""
+    if Path("/dev/nvidia0").exists():
+        pytest.skip("there is a GPU")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": named}
+    command = [sys.executable, "-m", "jflash", "generate", "hi"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stdout) == (2, "")
+    [line] = done.stderr.splitlines()
+    assert line.startswith(f"jflash generate: JAX_PLATFORMS={named}: ") and why in line
+
+
 def test_python_m_is_the_console_command():
     def module(*argv: str) -> tuple[int, str, str]:
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
