@@ -84,6 +84,7 @@ def resolve(source: str | Path) -> Path:
         if not any(path.iterdir()):
             raise ValueError(f"{path} is an empty folder")
         _refuse_dead_links(path)
+        _refuse_folder_of_gguf(path)
         return path
     if path.suffix == ".gguf":
         if not path.exists():
@@ -106,6 +107,13 @@ def _refuse_dead_links(folder: Path) -> None:
         raise ValueError(
             f"{folder}: links to files that are not there: {names}: download the checkpoint again"
         )
+
+
+def _refuse_folder_of_gguf(folder: Path) -> None:
+    """ValueError for a folder with GGUF files and no config.json: each file is a checkpoint."""
+    files = sorted(file.name for file in folder.glob("*.gguf"))
+    if files and not (folder / "config.json").exists():
+        raise ValueError(f"{folder} is no checkpoint folder: give a file of it, {shown(files[0])}")
 
 
 def _download(hub_id: str) -> Path:

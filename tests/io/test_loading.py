@@ -225,6 +225,12 @@ def test_shards_that_are_missing_cut_or_not_indexed(pair):
     assert "has no weight_map" in error_of(pair.target)
 
 
+def test_a_folder_of_gguf_files_is_told_to_be_one(tmp_path):
+    (tmp_path / "b.Q8_0.gguf").touch()
+    (tmp_path / "a.Q4_1.gguf").touch()
+    assert "give a file of it, 'a.Q4_1.gguf'" in error_of(tmp_path)
+
+
 @pytest.mark.parametrize(
     "name", ["config.json", "model.safetensors", "generation_config.json", "chat_template.jinja"]
 )
