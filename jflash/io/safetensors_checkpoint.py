@@ -4,7 +4,7 @@ import collections
 import contextlib
 import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
@@ -205,13 +205,14 @@ def _outputs_first(leaf: str, pieces: list[Piece]) -> list[Piece]:
 def save_safetensors(
     file: Path, names: Names, config: TargetConfig | DrafterConfig, params: Any, dtype: str
 ) -> None:
-    """Writes parameters as one safetensors file in a family's names and layout."""
+    """Writes parameters as one safetensors file in a family's names and layout.
+
+    ValueError if they are not the config's, or cannot be written.
+    """
     tensors = {}
     leaves = leaf_paths(config)
     for path, parts in leaf_sources(config, names).items():
-        value: Any = params
-        for key in path.split("/"):
-            value = value[key]
+        value = _leaf(params, path, leaves[path].stored)
         value, format = np.asarray(value).astype(jnp.dtype(dtype)), leaves[path].format
         if format:
             value = np.concatenate(format.split(value), axis=-1)
@@ -230,6 +231,18 @@ def save_safetensors(
         raise ValueError(f"cannot write the weights to {file.parent}: {error}") from error
     with contextlib.suppress(OSError):  # a file system without modes
         file.chmod(mode)
+
+
+def _leaf(params: Any, path: str, shape: tuple[int, ...]) -> Any:
+    """The leaf of parameters at a path; ValueError if there is none of that shape."""
+    value = params
+    for key in path.split("/"):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    there = getattr(value, "shape", None)
+    if there != shape:
+        has = "is missing" if there is None else f"is {there}"
+        raise ValueError(f"the parameters are not the config's: {path} {has}, expected {shape}")
+    return value
 
 
 def _files(folder: Path) -> list[Path]:

@@ -101,6 +101,20 @@ def test_what_loading_would_refuse_is_not_written(pair, tmp_path, more, why):
     assert not (tmp_path / "new").exists()
 
 
+def test_parameters_of_another_model_are_not_written(pair, tmp_path):
+    """They ended with a KeyError, or as a file that does not load."""
+    (target, params), (_, drafters) = load_target(pair.target), load_drafter(pair.drafter)
+    wrong = params | {"embedding": params["embedding"][:-1]}
+    for given, why in (
+        (drafters, "are not the config's: embedding is missing, expected"),
+        (None, "embedding is missing"),
+        (wrong, r"embedding is \(\d+, 32\), expected \(\d+, 32\)"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            save_checkpoint(tmp_path, target.config, given)
+    assert not [*tmp_path.glob("*.safetensors")]
+
+
 def test_a_link_to_a_folder_to_come_is_followed(pair, tmp_path):
     """It was no folder and could not become one, which came out when a training had ended."""
     drafter, params = load_drafter(pair.drafter, "float32")
