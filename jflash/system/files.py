@@ -284,7 +284,8 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
         try:
             records.append(json.loads(line))
         except ValueError as error:
-            raise ValueError(f"{file} line {number} is broken: {error}") from None
+            why = f"{file} line {number} is broken: {error}"
+            raise ValueError(f"{why}. Without the line the same command makes it anew") from None
     return records
 
 
