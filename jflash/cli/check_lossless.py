@@ -17,7 +17,7 @@ from jflash.cli.lossless_text import (
     print_verdict,
     progress_line,
 )
-from jflash.cli.options.check_lossless import DEVICES, checks_of
+from jflash.cli.options.check_lossless import DEVICES, checks_of, refuse_layers
 from jflash.cli.options.results import chosen_backends
 from jflash.devices.mesh import tensor_mesh
 from jflash.io import default_dtype
@@ -210,8 +210,11 @@ def failures(report: dict[str, Any], args: Options) -> list[str]:
 def run(args: Options) -> Generator[dict[str, Any], None, int]:
     """Its exit code is DIFFERS if the check is not passed."""
     on_cpu = jax.default_backend() == "cpu"
-    if args.pairs is None:
-        args.pairs = ("tiny-math",) if on_cpu else ("qwen3-8b", "qwen3-coder-30b")
+    if args.pairs is None and on_cpu:
+        args.pairs = ("tiny-math",)
+        refuse_layers(args)
+    elif args.pairs is None:
+        args.pairs = ("qwen3-8b", "qwen3-coder-30b")
         args.layers = args.layers or USUAL_LAYERS
     large = [name for name in args.pairs if name in SHAPES]
     if large and on_cpu:

@@ -152,9 +152,11 @@ def test_the_embedded_pair_is_plain_decodings_in_small(capsys, monkeypatch):
     form = replace(SMALL, ways=(Way(16, 2, OWN + REPLAY, True, 64),))
     monkeypatch.setattr(check_lossless, "CPU", form)
     monkeypatch.setattr(law_forms, "FAULTS", ())
-    code = main.run("check-lossless", ["--pairs", "tiny-math", "--dtype", "float32"])
+    assert main.run("check-lossless", ["--layers", "4"]) == 2
+    assert "--layers is for random weights, and tiny-math" in capsys.readouterr().err
+    code = main.run("check-lossless", ["--dtype", "float32"])
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert code == 0 and found["failures"] == []
+    assert code == 0 and found["failures"] == [] and found["layers"] is None
     (law,) = found["law"]
     assert (law["pair"], law["promised"], law["differences"]) == ("tiny-math", True, 0)
     assert law["anchored_tokens"] >= 40 and len(law["compared"]) == 3

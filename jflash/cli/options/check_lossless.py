@@ -65,6 +65,11 @@ def check_layers(pair: str, layers: int | None) -> None:
         refuse(layers > most, f"--layers {layers}: {pair} has {most}")
 
 
+def refuse_layers(args: Options) -> None:
+    """ValueError if the embedded pair, which is never cut, is asked for with fewer layers."""
+    refuse_unread(args, {"layers": None}, "is for random weights, and tiny-math has its own")
+
+
 def checks_of(args: Options) -> tuple[str, ...]:
     """The checks that are asked for, by name or by what only one of them reads."""
     return args.checks or (CHECKS[:1] if args.tensor_parallel is None else ("devices",))
@@ -100,7 +105,7 @@ def check(args: Options) -> None:
         unread = {"layers": None, "drafter_dtype": ""}
         refuse_unread(args, unread, "is not for --checks ops: it takes single operations")
     if args.pairs == ("tiny-math",):
-        refuse_unread(args, {"layers": None}, "is for random weights, and tiny-math has its own")
+        refuse_layers(args)
     for name in args.pairs or ():
         check_layers(name, args.layers)
     check_seed(args.seed)
