@@ -285,7 +285,8 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
             records.append(json.loads(line))
         except ValueError as error:
             why = f"{file} line {number} is broken: {error}"
-            raise ValueError(f"{why}. Without the line the same command makes it anew") from None
+            anew = "the command that wrote the file makes a line anew that is removed"
+            raise ValueError(f"{why}; {anew}") from None
     return records
 
 

@@ -232,7 +232,9 @@ def test_lines_are_appended_after_the_last_whole_one(tmp_path):
         add({"index": 2})
     assert file.read_text() == '{"index": 0}\n{"index": 2}\n'
     file.write_text('{"index": 0}\nhalf\n{"index": 2}\n')
-    with pytest.raises(ValueError, match=r"answers\.jsonl line 2 is broken.*Without the line"):
+    with pytest.raises(
+        ValueError, match=r"answers\.jsonl line 2 is broken.*a line anew that is removed"
+    ):
         read_lines(file)
 
 
