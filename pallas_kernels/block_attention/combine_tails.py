@@ -13,11 +13,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.block_attention.combine import LOG2E
+from pallas_kernels.block_attention.combine import AT_ONCE, LOG2E
 from pallas_kernels.block_attention.mosaic_tails import texts_with_tails
 from pallas_kernels.block_attention.pieces import LOWEST, finish, merge
 
-AT_ONCE = 8  # pieces whose loads are on their way together
 # Rows, a warp each, which reads 128 numbers by one load. With four rows a warp the loads of several
 # pieces were not on their way together, and 110 pieces took 68 µs in place of 19 (one H200).
 TOGETHER = 4
