@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jflash.cli.interrupts import dropped_ones_come_again
+from jflash.cli.late_callbacks import drop_late_callbacks
 from jflash.system.platform import cache_folder, configure
 
 BAD_INPUT = 2
@@ -246,6 +247,7 @@ def _quiet_libraries() -> None:
         logging.getLogger(library).setLevel(logging.CRITICAL)
     unbegun = "coroutine 'async_serialize_from_host"
     warnings.filterwarnings("ignore", unbegun, RuntimeWarning)
+    drop_late_callbacks()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal that cannot write τ still works
             stream.reconfigure(errors="replace")

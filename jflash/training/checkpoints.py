@@ -5,10 +5,8 @@ when it is closed.
 """
 
 import contextlib
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import orbax.checkpoint as ocp
 
@@ -24,22 +22,11 @@ def checkpoints_in(directory: Path) -> Iterator[ocp.CheckpointManager]:
     """
     options = ocp.CheckpointManagerOptions(max_to_keep=KEPT)
     manager = ocp.CheckpointManager(directory / CHECKPOINTS, options=options)
-    before = sys.unraisablehook
-
-    def hook(dropped: Any) -> None:
-        # After a failed write tensorstore calls back into an event loop that Orbax has closed.
-        if "Event loop is closed" not in str(dropped.exc_value):
-            before(dropped)
-
-    sys.unraisablehook = hook
     try:
         yield manager
     finally:
-        try:
-            with saving(directory):
-                manager.close()
-        finally:
-            sys.unraisablehook = before
+        with saving(directory):
+            manager.close()
 
 
 @contextlib.contextmanager
