@@ -164,7 +164,7 @@ def compiled_once():
     tests that make the same programs of new pairs, or in other processes, again and again."""
     from jax.experimental.compilation_cache import compilation_cache
 
-    from jflash.system.platform import cache_folder
+    from jflash.system.program_cache import cache_folder
 
     with jax_options(
         jax_enable_compilation_cache=True,

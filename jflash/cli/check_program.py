@@ -18,7 +18,7 @@ from jflash.proof.program.compiled import inspect
 from jflash.proof.program.gates import Result, check
 from jflash.proof.program.step_program import StepProgram, models_of, step_program
 from jflash.system.device import describe_device
-from jflash.system.platform import leave_compilation_cache
+from jflash.system.program_cache import leave_program_cache
 
 FAILED = 1
 DTYPE = "bfloat16"
@@ -64,7 +64,7 @@ def run(args: Options) -> Generator[dict[str, Any], None, int]:
         why = "this compiles for the NVIDIA GPU of this machine, and JAX sees none"
         raise ValueError(f"{why}: tests/proof/test_gates.py compiles for an H200 anywhere")
     todo = programs(args)
-    leave_compilation_cache()  # the assembler reports only on a program that it compiles
+    leave_program_cache()  # the assembler reports only on a program that it compiles
     report: dict[str, Any] = {**describe_device(), "shape": args.shape, "capacity": args.capacity}
     report |= shared_note(args)
     models = next(iter(todo.values())).models

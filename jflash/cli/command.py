@@ -16,7 +16,8 @@ from typing import Any, NoReturn
 
 from jflash.cli.interrupts import dropped_ones_come_again
 from jflash.cli.late_callbacks import drop_late_callbacks
-from jflash.system.platform import cache_folder, configure
+from jflash.system.platform import configure
+from jflash.system.program_cache import cache_folder
 
 BAD_INPUT = 2
 INTERRUPTED = 130  # 128 + SIGINT, as shells count

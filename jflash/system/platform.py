@@ -7,9 +7,9 @@ XLA_PYTHON_CLIENT_PREALLOCATE, JAX_COMPILATION_CACHE_DIR, JAX_ENABLE_COMPILATION
 """
 
 import os
-import tempfile
-from pathlib import Path
 from typing import NamedTuple
+
+from jflash.system.program_cache import leave_program_cache, use_program_cache
 
 
 class Flag(NamedTuple):
@@ -68,9 +68,9 @@ def configure(
         raise RuntimeError(f"too late to set {', '.join(changes)}: JAX is using a device already")
     os.environ.update(changes)
     if compilation_cache:
-        notices += _use_compilation_cache()
+        notices += use_program_cache()
     else:
-        leave_compilation_cache()
+        leave_program_cache()
     return notices
 
 
@@ -81,29 +81,6 @@ def autotunes() -> bool:
     if value not in ("0", "1"):
         raise ValueError(f"{AUTOTUNE} is {value!r} in the environment: set it to 1 or 0")
     return value == "1"
-
-
-def leave_compilation_cache() -> None:
-    """Compiles everything from here on, even programs in the cache.
-
-    JAX reads this setting once, before it compiles its first program, so it has to be reset.
-    """
-    import jax
-    from jax.experimental.compilation_cache import compilation_cache as jax_cache
-
-    jax.config.update("jax_enable_compilation_cache", False)
-    jax_cache.reset_cache()
-
-
-def cache_folder() -> Path:
-    """The folder of compiled programs: below XDG_CACHE_HOME, by default ~/.cache.
-
-    RuntimeError for a user without a home. The folder may be deleted at any time.
-    """
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if not base.is_absolute():  # the XDG specification ignores relative ones
-        base = Path.home() / ".cache"
-    return base / "jflash" / "compiled"
 
 
 def _in_use() -> bool:
@@ -138,22 +115,3 @@ def _variable(names: tuple[str, ...], value: str, notices: list[str]) -> dict[st
                 notices.append(f"{name}={present} is set in the environment: that is kept")
             return {}
     return {names[0]: value}
-
-
-def _use_compilation_cache() -> list[str]:
-    """Turns on JAX's persistent cache for all programs, small ones too; else returns why."""
-    import jax
-
-    if jax.config.jax_compilation_cache_dir or not jax.config.jax_enable_compilation_cache:
-        return []  # the environment has chosen already
-    try:
-        folder = cache_folder()
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass  # it can be written
-    except (OSError, RuntimeError) as error:
-        return [f"compiled programs are not kept for the next run: {error}"]
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    return []

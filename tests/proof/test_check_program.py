@@ -33,7 +33,7 @@ def run(*argv: str) -> int:
 @pytest.fixture
 def on_gpu(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(check_program, "leave_compilation_cache", lambda: None)
+    monkeypatch.setattr(check_program, "leave_program_cache", lambda: None)
 
 
 @pytest.mark.parametrize("broken", ["", "step B=2"])

@@ -11,7 +11,8 @@ import pytest
 from jaxlib import xla_client
 
 from jflash.system import platform
-from jflash.system.platform import Flag, autotunes, cache_folder, configure
+from jflash.system.platform import Flag, autotunes, configure
+from jflash.system.program_cache import cache_folder
 from tests.support.small_checkpoints import make_pair
 
 ROOT = Path(__file__).parents[2]
@@ -218,7 +219,8 @@ def test_an_unusable_folder_is_one_line(decode, tmp_path):
 
 LEAVES_THE_CACHE = """
 import jax, jax.numpy as jnp
-from jflash.system.platform import configure, leave_compilation_cache
+from jflash.system.platform import configure
+from jflash.system.program_cache import leave_program_cache
 hits = []
 jax.monitoring.register_event_listener(lambda event, **_: hits.append(event.endswith("cache_hits")))
 def compile_again():
@@ -229,7 +231,7 @@ def compile_again():
 configure()
 compile_again()
 kept = compile_again()
-leave_compilation_cache()
+leave_program_cache()
 print(kept > 0, compile_again())
 """
 
@@ -237,3 +239,27 @@ print(kept > 0, compile_again())
 def test_the_cache_can_be_left_after_it_was_used(tmp_path):
     done = python(LEAVES_THE_CACHE, XDG_CACHE_HOME=str(tmp_path))
     assert done.stdout.split() == ["True", "0"], done.stderr
+
+
+FULL_DISC = """
+import resource, sys, jax, jax.numpy as jnp
+from jflash.system.platform import configure
+def compile_it():
+    jax.clear_caches()
+    jax.jit(lambda x: jnp.sin(x) * 3).lower(jnp.ones(8)).compile()
+configure()
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+compile_it()
+from jflash.system.program_cache import cache_folder
+print(*cache_folder().iterdir())
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+compile_it()
+"""
+
+
+def test_a_full_disc_leaves_no_half_of_a_program(tmp_path):
+    """JAX would write no other in its place, and every later process would warn of it."""
+    unbounded = python(FULL_DISC, XDG_CACHE_HOME=str(tmp_path), JAX_COMPILATION_CACHE_MAX_SIZE="-1")
+    assert unbounded.returncode == 0 and unbounded.stdout == "\n", unbounded.stderr
+    assert "File too large" in unbounded.stderr
+    assert all(len(entry) > 100 for entry in entries(tmp_path).values()) and entries(tmp_path)
