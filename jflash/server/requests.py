@@ -52,7 +52,7 @@ def requests_of(
 
     Those of `stops` that are special tokens end a text by their ids, for no text has them.
     `top_logprobs` None asks for no logprobs at all.
-    The samples of a seed differ in their index, as in `jflash.generate`.
+    The `n` samples of a seed differ in their index; each prompt draws as it would alone.
     """
     if max_tokens == 0:
         raise invalid(limit_name, "0 must be at least 1")
@@ -95,7 +95,8 @@ def requests_of(
                 cache_salt=asked.cache_salt or "",
                 grammar=grammar,
             )
-            for index, prompt in enumerate(prompt for prompt in prompts for _ in range(n))
+            for prompt in prompts
+            for index in range(n)
         ]
     except ValueError as error:
         raise invalid(str(error).split(" ", 1)[0], str(error)) from None

@@ -134,6 +134,10 @@ def test_a_seed_repeats_its_answers_and_several_answers_differ(client, model):
 
     assert texts(seed=5) == texts(seed=5) != texts(seed=-(10**30))
     assert len(set(texts(seed=5))) == 3
+    how = {"model": model, "temperature": 9, "max_tokens": 24, "n": 2, "seed": 5}
+    both = client.completions.create(prompt=["2 + 3 =", QUESTION], **how).choices
+    alone = client.completions.create(prompt=QUESTION, **how).choices
+    assert [x.text for x in both[2:]] == [x.text for x in alone]
     streamed = Counter(
         choice.index
         for chunk in client.chat.completions.create(
