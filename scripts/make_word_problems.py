@@ -8,6 +8,7 @@ from typing import get_args
 
 from jflash.cli.command import Parser, run_command
 from jflash.system.files import replacing
+from jflash.system.locks import naming
 from tiny_pair.word_problems import Split, problems
 
 
@@ -26,7 +27,11 @@ def main(args: argparse.Namespace) -> None:
         raise ValueError(f"--count must be at least 1, got {args.count}")
     if args.output.exists():
         raise ValueError(f"{args.output} exists already: remove it or name another file")
-    with replacing(args.output) as part, part.open("w", encoding="utf-8") as out:
+    with (
+        naming(args.output),
+        replacing(args.output) as part,
+        part.open("w", encoding="utf-8") as out,
+    ):
         for problem in problems(args.split, args.seed, args.count):
             line = {"question": problem.question, "answer": problem.answer}
             out.write(json.dumps(line | {"source": "word-problems"}) + "\n")

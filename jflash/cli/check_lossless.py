@@ -97,7 +97,7 @@ def _check_devices(name: str, args: Options, dtype: str) -> Iterator[dict[str, A
     )
     if args.quantised:
         case = as_codes(case, args.quantised, args.seed)
-    how = args.tensor_parallel or DEVICES, args.seed, args.experts_over
+    how = _counts(args), args.seed, args.experts_over
     for texts in both:
         result = check_devices(case, *how, texts)
         for each in [*result["compared"], result["planted"]]:
@@ -105,6 +105,15 @@ def _check_devices(name: str, args: Options, dtype: str) -> Iterator[dict[str, A
             counts = f"{each['tokens']} tokens and {each['kv_rows']} rows of keys and values differ"
             print(f"{name}, {texts} texts, {each['devices']} devices, {what}: {counts}", flush=True)
         yield result
+
+
+def _counts(args: Options) -> tuple[int, ...]:
+    """Of devices: those that are asked for, else of the usual ones; ValueError if this host has
+    fewer."""
+    here = jax.local_device_count()
+    counts = args.tensor_parallel or tuple(x for x in DEVICES if x <= here) or DEVICES[:1]
+    tensor_mesh(max(counts))
+    return counts
 
 
 def check_pair(name: str, args: Options, dtype: str) -> dict[str, Any]:
@@ -220,7 +229,7 @@ def run(args: Options) -> Generator[dict[str, Any], None, int]:
     if large and on_cpu:
         raise ValueError(f"--pairs {large[0]} takes days on a CPU: use --pairs tiny-math here")
     if "devices" in checks_of(args):
-        tensor_mesh(max(args.tensor_parallel or DEVICES))  # refused before anything is compared
+        _counts(args)  # refused before anything is compared
     report = check(args)
     if "checks" in report:
         print_oracle(report)

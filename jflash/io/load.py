@@ -112,6 +112,8 @@ def configure_pair(
     """Reads configs and checks all that needs no weights; arguments as for load_pair."""
     dtype = _known(dtype)
     models, first, second = _read_pair(target, drafter, block_size)
+    if not isinstance(mesh, Mesh | None):
+        raise ValueError(f"mesh {mesh!r:.60} is no jax.sharding.Mesh")
     mesh = shared_mesh(mesh, tensor_parallel)
     models = over(models, mesh, experts_over).drafting_in(drafter_dtype, batch)
     models = with_backends(

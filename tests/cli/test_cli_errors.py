@@ -90,6 +90,8 @@ OPTIONS = [
     (["--verify-rows", "many"], "neither a number nor auto"),
     (["--verify-rows", "9", "--drafter", "none"], "--verify-rows 9 without a drafter"),
     (["--drafter-dtype", "float8", "--drafter", "none"], "float8 without a drafter"),
+    (["--draft-rule", "greedy", "--drafter", "none"], "--draft-rule greedy without a drafter"),
+    (["--oracle", "--drafter", "none"], "--oracle without a drafter"),
     (["--experts-over", "devices"], "--experts-over devices needs --tensor-parallel of 2 or more"),
     (["--verify-rows", "0"], "0 rows to verify for 1 sequences: each needs one"),
     (

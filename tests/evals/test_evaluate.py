@@ -492,6 +492,7 @@ def test_bad_input_is_refused_before_a_weight_is_read(refused, data, tmp_path):
     rule = [*with_data, "--draft-rule", "sampled"]
     refused(rule, "--draft-rule sampled needs a --temperature above 0")
     refused([*rule, "--temperature", "1", "--drafter", "none"], "sampled without a drafter")
+    refused([*with_data, "--oracle", "--drafter", "none"], "--oracle without a drafter")
     refused([*with_data, "--prompt-style", "odd"], "'odd'", "hashes")
     itself = f"--same-as {folder} is the --output: answers are always like themselves"
     refused([*with_data, "--same-as", str(folder)], itself)

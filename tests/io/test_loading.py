@@ -342,12 +342,13 @@ def test_dtype_on_request(pair):
 @pytest.mark.parametrize(
     ("more", "why"),
     [
+        ({"mesh": "two"}, r"mesh 'two' is no jax\.sharding\.Mesh"),
         ({"batch": 1.5}, "batch 1.5 must be a whole number"),
         ({"batch": "8"}, "batch '8' must be a whole number"),
         ({"batch": 0}, "batch 0 must be at least 1"),
     ],
 )
-def test_a_pair_for_what_is_no_batch(pair, more, why):
+def test_a_pair_for_what_is_no_batch_and_no_mesh(pair, more, why):
     with pytest.raises(ValueError, match=why):
         load_pair(*pair, **more)
 

@@ -8,8 +8,11 @@ from itertools import islice
 
 import pytest
 
+import make_word_problems
+from jflash.cli.command import BAD_INPUT, run_command
 from jflash.cli.prompts import DEFAULT_PROMPT
 from jflash.training.prompts import overlap
+from tests.support.refusals import one_line
 from tiny_pair.word_problems import (
     TEMPLATES,
     Problem,
@@ -201,3 +204,9 @@ def test_overlap() -> None:
         "zero one  two\nthree"
     ]
     assert overlap(["five"], reference, n=1) == ["five"]
+
+
+def test_the_script_says_where_it_cannot_write(capsys, tmp_path):
+    parser, below = make_word_problems.make_parser(), str(tmp_path / "missing" / "a.jsonl")
+    assert run_command(parser, make_word_problems.main, ["--output", below]) == BAD_INPUT
+    one_line(capsys, "make_word_problems.py: cannot write", below, "No such file or directory")

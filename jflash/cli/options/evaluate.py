@@ -5,6 +5,7 @@ from pathlib import Path
 from jflash.cli.command import Options, Parser
 from jflash.cli.options.hosts import check_hosts, host_options
 from jflash.cli.options.pair import (
+    check_oracle,
     check_pair,
     model_options,
     oracle_option,
@@ -75,5 +76,6 @@ def check(options: Options) -> None:
     both = o.replicas is not None and o.num_hosts is not None
     refuse(both, f"--replicas {o.replicas} with --num-hosts {o.num_hosts}: Ray has its hosts")
     check_pair(o, drawn=o.temperature > 0)
+    check_oracle(o)
     if o.output is not None:
         refuse_below_file(o.output)

@@ -5,6 +5,7 @@ from pathlib import Path
 from jflash.cli.command import Options, Parser
 from jflash.cli.options.hosts import check_hosts, host_options
 from jflash.cli.options.pair import (
+    check_oracle,
     check_pair,
     model_options,
     oracle_option,
@@ -65,5 +66,6 @@ def check(options: Options) -> None:
     check_hosts(o)
     at_least_1(o, "batch_size")
     check_pair(o, drawn=o.temperature > 0 or many)
+    check_oracle(o)
     if o.output is not None:
         refuse_replacing(o.output, o.prompts)

@@ -100,6 +100,11 @@ def oracle_option(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--oracle", action="store_true", help=ORACLE)
 
 
+def check_oracle(options: Options) -> None:
+    """ValueError for a comparison with itself."""
+    refuse(options.oracle and options.drafter == "none", "--oracle without a drafter")
+
+
 def drafter_name(options: Options) -> str:
     """The drafter as the user named it, or the embedded one."""
     return DEFAULT_DRAFTER if options.drafter is None else options.drafter
@@ -136,7 +141,7 @@ def check_pair(options: Options, drawn: bool) -> None:
     o = options
     draws, plain = o.draft_rule == "sampled", o.drafter == "none"
     refuse(draws and not drawn, "--draft-rule sampled needs a --temperature above 0")
-    refuse(draws and plain, "--draft-rule sampled without a drafter")
+    refuse(o.draft_rule and plain, f"--draft-rule {o.draft_rule} without a drafter")
     refuse(o.verify_rows is not None and plain, f"--verify-rows {o.verify_rows} without a drafter")
     refuse(o.drafter_dtype and plain, f"--drafter-dtype {o.drafter_dtype} without a drafter")
     needs = f"--target {o.target} needs --drafter (a folder, a hub id, or none)"

@@ -21,7 +21,7 @@ def declare(parser: Parser) -> None:
     add("--max-batch", type=int, default=4, metavar="B", help="of the server, default 4")
     add("--max-context", type=int, default=512, metavar="N", help="of the server, default 512")
     # `check_pair` reads these beside the pair.
-    parser.set_defaults(system=None, no_chat_template=False, reasoning="off", draft_rule="greedy")
+    parser.set_defaults(system=None, no_chat_template=False, reasoning="off", draft_rule=None)
     parser.set_defaults(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
 
 
