@@ -30,7 +30,8 @@ def options_in(file: Path) -> set[str]:
     return set(re.findall(r'"(--[a-z][a-z0-9-]*)"', file.read_text(encoding="utf-8")))
 
 
-OF_ALL = {"--help"} | options_in(ROOT / "jflash" / "cli" / "command.py")
+CLI = ROOT / "jflash" / "cli"
+OF_ALL = {"--help"} | options_in(CLI / "command.py") | options_in(CLI / "jax_setup.py")
 
 
 def options(command: str) -> set[str]:

@@ -18,7 +18,7 @@ from jflash.serving.calls.layout import steps_of_call
 from jflash.serving.calls.pass_sizes import engine_chunk
 from jflash.serving.engine import PREFILL_BETWEEN
 from jflash.system.device import describe_device
-from jflash.system.files import whole_file
+from jflash.system.lines import whole_file
 from jflash.system.locks import in_turn
 
 BATCHES = (1, 8, 32, 64)

@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 import jax
 
 from jflash.checks import check_request
-from jflash.cli.command import Options, first_interrupt, note_idle_gpu
+from jflash.cli.command import Options
 from jflash.cli.generate import answers_in_channels, configured, loaded, use_colour, with_sampling
+from jflash.cli.interrupts import first_interrupt
+from jflash.cli.jax_setup import note_idle_gpu
 from jflash.cli.live_text import Piece, channel_pieces, paint, texts
 from jflash.cli.options.pair import sampling
 from jflash.cli.prompts import checked_text, template_options

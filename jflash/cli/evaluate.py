@@ -7,9 +7,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from jflash.cli.command import Options, note_idle_gpu, require
+from jflash.cli.command import Options, require
 from jflash.cli.evaluation_run import Run, answers_folder, check_device, prepare
 from jflash.cli.evaluation_shares import answers_of
+from jflash.cli.jax_setup import note_idle_gpu
 from jflash.cli.options.values import refuse
 from jflash.evals.datasets import DATASETS
 from jflash.evals.evaluation import execute_all, executed, with_results

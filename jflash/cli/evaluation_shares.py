@@ -8,16 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jflash.cli.command import Options, configure_jax
+from jflash.cli.command import Options
 from jflash.cli.evaluation_run import Run, answers_folder, check_device, prepare
 from jflash.cli.generate import loaded
+from jflash.cli.jax_setup import configure_jax
 from jflash.cli.options.values import refuse
 from jflash.evals.datasets import Problem
 from jflash.evals.evaluation import answer_all
 from jflash.evals.folder import join_parts, part_file, read_answers
 from jflash.evals.summary import Record
-from jflash.system.files import appended
 from jflash.system.hosts import Hosts
+from jflash.system.lines import appended
 from jflash.system.locks import locked
 from jflash.system.replicas import made
 

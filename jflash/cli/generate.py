@@ -14,7 +14,8 @@ from tqdm import tqdm
 
 from jflash.budget.row_choice import default_rows, with_rows
 from jflash.checks import check_request
-from jflash.cli.command import Options, note_idle_gpu
+from jflash.cli.command import Options
+from jflash.cli.jax_setup import note_idle_gpu
 from jflash.cli.live_text import channel_pieces, paint, texts
 from jflash.cli.options.pair import drafter_choice, drafter_name, sampling
 from jflash.cli.prompts import Prompt, encode, read_prompts
@@ -36,8 +37,8 @@ from jflash.io.text import before_stop, decode, mark_ids, stop_at_text
 from jflash.memory import check_decoding
 from jflash.pair import Models, Params
 from jflash.records.decoding import Decoding
-from jflash.system.files import check_whole_file, kept_lines
 from jflash.system.hosts import Hosts, joined
+from jflash.system.lines import check_whole_file, kept_lines
 
 # Options that decide about the tokens of a file's prompts, and about their batches.
 SETTINGS = (

@@ -1,14 +1,15 @@
-"""A Ctrl-C that Python would drop.
+"""Ctrl-C: one that Python would drop, and one that ends a command when all is saved.
 
 Python drops what is raised where nobody can catch it, such as in a callback of its garbage
 collector. JAX has one, which runs often while programs are traced, so a command went on.
 """
 
 import contextlib
+import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 SOON = 0.01  # seconds, after which Python has left the callback
@@ -34,3 +35,27 @@ def dropped_ones_come_again() -> Iterator[None]:
         sys.unraisablehook = usual
         for timer in again:
             timer.cancel()  # what it would have ended has ended
+
+
+@contextlib.contextmanager
+def first_interrupt(
+    note: str = "\nstopping as soon as all is saved; Ctrl-C again stops at once\n",
+) -> Iterator[Callable[[], bool]]:
+    """Yields a function that tells whether Ctrl-C was pressed; the first press prints `note`.
+
+    A second Ctrl-C interrupts as usual.
+    """
+    pressed = False
+
+    def press(*_: Any) -> None:
+        nonlocal pressed
+        pressed = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        # Not print: the interrupted code may be in the middle of one.
+        os.write(2, note.encode())
+
+    before = signal.signal(signal.SIGINT, press)
+    try:
+        yield lambda: pressed
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -8,12 +8,13 @@ from collections import Counter
 from dataclasses import asdict
 
 from jflash.checks import check_request
-from jflash.cli.command import Options, configure_jax, require
+from jflash.cli.command import Options, require
+from jflash.cli.jax_setup import configure_jax
 from jflash.cli.options.make_prompts import drawing
 from jflash.io import configure_pair, load_weights
 from jflash.io.digest import checkpoint_digest
 from jflash.records.decoding import Decoding
-from jflash.system.files import whole_file
+from jflash.system.lines import whole_file
 from jflash.system.replicas import cluster, made
 from jflash.training.prompts import (
     Prompt,

@@ -13,7 +13,8 @@ from jflash.cli.options.pair import EFFORTS
 from jflash.cli.results import RESULT_KEYS
 from jflash.io.text import encode_prompt
 from jflash.records.decoding import GREEDY, Sampling
-from jflash.system.files import UTF_8, json_lines
+from jflash.system.files import UTF_8
+from jflash.system.json_lines import json_lines
 
 # A word problem of the kind that the embedded pair was made for, but not trained on.
 DEFAULT_PROMPT = (

@@ -16,9 +16,9 @@ import jax
 import jax.monitoring
 from tqdm import tqdm
 
-from jflash.cli.command import note_idle_gpu
 from jflash.cli.generate import configured, with_sampling
 from jflash.cli.generate import loaded as read
+from jflash.cli.jax_setup import note_idle_gpu
 from jflash.cli.options.pair import sampling
 from jflash.pair import Models
 from jflash.records.decoding import Decoding, Sampling

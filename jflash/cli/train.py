@@ -14,7 +14,9 @@ from typing import Any
 import jax
 
 from jflash.acceptance import is_looping
-from jflash.cli.command import INTERRUPTED, Options, configure_jax, first_interrupt, require
+from jflash.cli.command import INTERRUPTED, Options, require
+from jflash.cli.interrupts import first_interrupt
+from jflash.cli.jax_setup import configure_jax
 from jflash.cli.options.train import (
     answer_samplings,
     train_config,

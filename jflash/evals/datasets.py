@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from jflash.system.files import json_lines
+from jflash.system.json_lines import json_lines
 from jflash.training.prompts import BOXED, without_marks
 
 Record = dict[str, Any]

@@ -27,7 +27,7 @@ from jflash.records.decoding import Decoding
 from jflash.server.reasoning import CLOSE
 from jflash.serving.batch import Job, layout_for, serve
 from jflash.serving.calls.pass_sizes import pass_rows
-from jflash.system.files import appended, read_lines
+from jflash.system.lines import appended, read_lines
 
 Turns = Sequence[tuple[str, str]]  # a user's text and the model's answer to it
 TURN = 1_000_000  # a job's index is its problem's, plus this for every turn before

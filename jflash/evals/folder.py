@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jflash.system.files import make_folder, read_lines, write_json, write_text
+from jflash.system.files import make_folder, write_json, write_text
+from jflash.system.lines import read_lines
 from jflash.system.locks import locked
 
 SETTINGS, LOCK = "run.json", "run.lock"

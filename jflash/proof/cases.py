@@ -29,7 +29,7 @@ from jflash.proof.program.step_program import cut
 from jflash.records.config import DecoderConfig
 from jflash.system.device import device_memory
 from jflash.system.embedded import EMBEDDED_PAIR as EMBEDDED
-from jflash.system.files import json_lines
+from jflash.system.json_lines import json_lines
 
 QUESTIONS = Path(__file__).with_name("questions.jsonl")
 LONGEST_PROMPT, MOST_NEW_TOKENS = 128, 512

@@ -27,7 +27,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message
 
-from jflash.cli.command import configure_jax, platform_options
+from jflash.cli.jax_setup import configure_jax, platform_options
 from jflash.cli.main import make_parser
 from jflash.cli.options import serve as serve_options
 from jflash.cli.options.by_name import argv_of, refuse_of_ray, with_absolute_places

@@ -12,7 +12,7 @@ from tqdm import tqdm
 from jflash.generate import Generation, Pair
 from jflash.records.decoding import Decoding
 from jflash.serving.batch import Job, serve
-from jflash.system.files import appended, read_lines
+from jflash.system.lines import appended, read_lines
 from jflash.system.locks import locked
 from jflash.training.recipe import WHOLE, Share
 

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from jflash.system.files import UTF_8, check_characters, json_lines
+from jflash.system.files import UTF_8
+from jflash.system.json_lines import check_characters, json_lines
 
 TEST_FIELDS = ("question", "problem", "prompt", "text", "turns")
 SHARED_WORDS = 13  # in a row, with a test question

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jflash.system.files import json_lines
+from jflash.system.json_lines import json_lines
 from jflash.training.data import Conversation
 
 Encode = Callable[[str], list[int]]

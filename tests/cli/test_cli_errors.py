@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jflash.cli import generate, main
-from jflash.system.files import whole_file
+from jflash.system.lines import whole_file
 from tests.support.refusals import decode, listing
 from tests.support.small_checkpoints import Folders, edit_config, make_pair
 

@@ -13,7 +13,7 @@ from jflash.cli.train import check_outside
 from jflash.io.checkpoint import open_checkpoint
 from jflash.io.load import load_pair
 from jflash.records.decoding import GREEDY
-from jflash.system.files import json_lines
+from jflash.system.json_lines import json_lines
 from jflash.training.prompts import svamp_prompts
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jflash.cli.command import platform_options
+from jflash.cli.jax_setup import platform_options
 from jflash.cli.main import make_parser
 from jflash.cli.options.by_name import argv_of, refuse_of_ray, with_absolute_places
 

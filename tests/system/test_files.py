@@ -8,13 +8,14 @@ import sys
 
 import pytest
 
-from jflash.system.files import appended, kept_lines, read_lines, replacing, whole_file, write_json
+from jflash.system.files import replacing, write_json
+from jflash.system.lines import appended, kept_lines, read_lines, whole_file
 from jflash.system.locks import locked, sole_writer
 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from jflash.system.files import kept_lines
+from jflash.system.lines import kept_lines
 with kept_lines(Path(sys.argv[1]), True, print) as write:
     write("a")
     write("b")

@@ -20,10 +20,10 @@ from safetensors.numpy import load_file
 from jflash import load_pair
 from jflash.cli import main, training_run
 from jflash.cli import train as train_command
-from jflash.cli.command import first_interrupt
+from jflash.cli.interrupts import first_interrupt
 from jflash.records.decoding import GREEDY, Decoding, Sampling
-from jflash.system.files import appended
 from jflash.system.hosts import Hosts
+from jflash.system.lines import appended
 from jflash.system.locks import locked
 from jflash.training.answers import answer_into, read_answers
 from jflash.training.curve import metric_names

@@ -11,7 +11,7 @@ from jflash.bench.shapes import SHAPES, model_shape
 from jflash.cli.command import Options, Parser
 from jflash.cli.options.pair import FLOAT8, check_shared, shared_options
 from jflash.cli.options.values import at_least_1, counts, option_name, refuse, refuse_unread
-from jflash.system.files import check_whole_file
+from jflash.system.lines import check_whole_file
 
 KEPT = "kept there case by case, so that a run cut off keeps its cases"
 SHORTEST = 1024  # tokens of a long prompt

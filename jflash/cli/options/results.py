@@ -9,7 +9,7 @@ from typing import Any
 from jflash.cli.command import Options, Parser
 from jflash.cli.options.values import option_name, refuse
 from jflash.records.kernels import BACKENDS
-from jflash.system.files import check_whole_file, whole_file
+from jflash.system.lines import check_whole_file, whole_file
 
 
 def backend_options(parser: Parser) -> None:
