@@ -57,6 +57,7 @@ sys.exit(run("bench-steps", ["--cases", cases, "--contexts", "40", *{SMALL},
 """
 
 
+@pytest.mark.long
 def test_four_devices_share_a_pair_and_the_floor_is_of_ones_part():
     """In pages, each of two KV heads on two devices; experts are the expected ones."""
     found = result(start(ON_FOUR))

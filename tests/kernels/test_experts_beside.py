@@ -137,6 +137,7 @@ def layer():
     return lambda *rows: np.asarray(module.apply({"params": params}, *rows, kernels), np.float32)
 
 
+@pytest.mark.long
 def test_a_tokens_bits_are_the_same_in_a_long_prompt(joined):
     """40 rows take a launch for each product, fewer take the joined ones."""
     run, x, residual = layer(), drawn(7, 1, 40, WIDTH), drawn(8, 1, 40, WIDTH)

@@ -164,7 +164,7 @@ def test_chunks_are_the_rule_token_by_token(backend, width):
     np.testing.assert_allclose(memory.state[2], want, atol=1e-5)
 
 
-@pytest.mark.parametrize("tokens", [5, 19])
+@pytest.mark.parametrize("tokens", [pytest.param(5, marks=pytest.mark.long), 19])
 def test_the_kernels_of_inputs_and_norm_are_the_reference(tokens):
     """A call that fits beside a ring's earlier rows, and one that does not and ends in padding."""
     keys = jax.random.split(jax.random.key(5), 5)

@@ -78,6 +78,7 @@ def two_h200s(monkeypatch):
     monkeypatch.setitem(SHAPES, "small", cut(model_shape("qwen3-coder-30b"), 1, 1))
 
 
+@pytest.mark.long
 def test_the_step_of_two_gpus_is_held_to_the_gates(two_h200s, monkeypatch):
     """They push what they exchange. A planted sum of what each adds up of its experts is found."""
     argv = ["--shape", "small", "--batch", "1", "--capacity", "512"]

@@ -108,6 +108,7 @@ def lawful(*kernels: str, **changes):
     return case._replace(models=replace(case.models, kernels=Kernels(*kernels)))
 
 
+@pytest.mark.long
 def test_operations_without_the_law_are_told_where_they_break_it(capsys, monkeypatch):
     """XLA's products in place of a CPU's: exit code 1, and every comparison that differs."""
     # Whether faults are caught is the next test.

@@ -39,6 +39,7 @@ def interpreted(monkeypatch):
         monkeypatch.setattr(triton, name, functools.partial(getattr(triton, name), interpret=True))
 
 
+@pytest.mark.long
 def test_texts_beside_others_after_hits_and_after_preemption_are_those_alone(pair):
     [first, other] = pairs.prompts(2, seed=4, low=100, high=120)
     alone, loop = loop_of(pair), loop_of(pair, counts=(1,), ahead=1)

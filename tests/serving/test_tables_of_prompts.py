@@ -52,6 +52,7 @@ def test_no_kernel_reads_a_table_where_the_host_put_it():
     assert no_slice_in_place(parse(text)).passed
 
 
+@pytest.mark.long
 def test_a_table_that_a_kernel_reads_where_it_lies_is_caught(monkeypatch):
     """The fault: a slice of what the host uploads, as it is."""
     monkeypatch.setattr(slots, "own_array", lambda table: table)
