@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jflash.memory import FLOAT32
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.models.params import abstract_params
@@ -20,6 +19,7 @@ from jflash.records.config import (
     default_target_layer_ids,
 )
 from jflash.records.specs import ProportionalScaling, RopeConfig
+from jflash.temporaries import FLOAT32
 from jflash.training.attention import training_backend
 from jflash.training.data import Conversation, Rows, check_answers, check_tokens, describe, pack
 from jflash.training.drafter_loss import Blocks, chunks_for, drafter_loss, init_drafter

@@ -18,7 +18,6 @@ from jflash.compiled.shape import Shape, capacity_for, make_request, new_state
 from jflash.devices.backends import with_backends
 from jflash.io import load_pair
 from jflash.memory import (
-    WORKSPACE,
     check_memory,
     device_memory,
     largest_that_fit,
@@ -32,6 +31,7 @@ from jflash.pair import Models, Params
 from jflash.prefill import prefill
 from jflash.records.decoding import Decoding
 from jflash.records.kernels import Kernels
+from jflash.temporaries import WORKSPACE
 from tests.conftest import ON_GPU, jax_options
 from tests.support.described_gpu import H200, compile_for, device_mesh
 from tests.support.small_checkpoints import edit_config, make_pair
@@ -208,7 +208,7 @@ def test_temporaries_are_an_upper_estimate(name, batch, capacity, dtype, compile
 )
 def test_a_step_by_kernels_needs_no_more_than_is_estimated(name, width, batch, monkeypatch):
     """As an H200 decodes, with blocks that fill no tile of rows; the prompt is left out."""
-    monkeypatch.setattr(memory, "_prefill_bytes", lambda *_: 0)
+    monkeypatch.setattr("jflash.temporaries._prefill_bytes", lambda *_: 0)
     models = replace(published(name, layers=1), drafter=None, block_size=width)
     models = with_backends(models, "bfloat16", device_mesh(H200).devices.flat[0])
     shape = sized(batch, 8192)

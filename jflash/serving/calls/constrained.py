@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Int
 
 from jflash.compiled.stored import compiling
 from jflash.devices.mesh import EVERYWHERE, local, param_specs, shared, spread
-from jflash.memory import FLOAT32, tree_bytes
+from jflash.memory import tree_bytes
 from jflash.pair import Models, Params
 from jflash.serving.calls.layout import Layout, settled
 from jflash.serving.calls.packing import Report, mask_words, report_of
@@ -26,6 +26,7 @@ from jflash.serving.calls.steps import of_all_kinds
 from jflash.speculative import Seen, commit, draft, judge
 from jflash.speculative import look as verify_rows
 from jflash.state import State
+from jflash.temporaries import FLOAT32
 from jflash.tokens.drafts import Proposal
 
 
