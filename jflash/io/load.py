@@ -20,7 +20,7 @@ from jflash.io.hf_config import drafter_config, names_of, target_config
 from jflash.io.hf_write import to_hf_config
 from jflash.io.keeping import keeping
 from jflash.io.orbax_checkpoint import remove_orbax
-from jflash.io.safetensors_checkpoint import save_safetensors
+from jflash.io.safetensors_write import save_safetensors
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.models.params import random_params
