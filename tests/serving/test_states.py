@@ -44,12 +44,15 @@ models, params = pair()
 models = over(models, tensor_mesh(2))
 parts = zip(models.configs, params, strict=True)
 params = Params(*(placed(models.mesh, config, of) for config, of in parts))
-loop = loop_of(one_arithmetic(Pair(models, params)))
-[request] = map(asked, prompts(1, seed=4, low=150, high=151))
+loop = loop_of(one_arithmetic(Pair(models, params)), counts=(1,), ahead=1)
+request, *others = map(asked, prompts(4, seed=4, low=150, high=151))
 (cold, want), (hit, got) = (told(loop, request)[0] for _ in range(2))
 [copy] = loop.device.copies.arrays
 lies = [str(x.sharding.spec) for x in copy]
-print(json.dumps([cold, hit, same(want, got), lies]))
+beside = [text for _, text in told(loop, request, *others)]
+alone = [want, *(told(loop, each)[0][1] for each in others)]
+counts = [*loop.device.counts]
+print(json.dumps([cold, hit, same(want, got), lies, counts, [*map(same, beside, alone)]]))
 """
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="the law of a CPU's operations")
@@ -364,9 +367,12 @@ def test_a_copy_is_the_state_of_a_whole_pass(pair):
     assert np.abs(np.asarray(copies.raw[0])).max() > 0
 
 
-def test_devices_that_share_a_pair_have_copies_of_their_heads():
+def test_devices_that_share_a_pair_have_copies_of_their_heads_and_step_some_slots():
     lies = ["P(None, 'tensor')", "P(None, None, 'tensor')"]
-    assert result(start(SHARED)) == [0, 128, True, lies]
+    *copied, counts, alike = result(start(SHARED))
+    assert copied == [0, 128, True, lies]
+    # Alone in calls of one slot, beside others of all, and one waited with its prompt computed.
+    assert counts == [1, BATCH] and alike == [True] * 4
 
 
 def test_nothing_compiles_under_load(compilations):
