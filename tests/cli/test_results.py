@@ -3,6 +3,8 @@
 import json
 import math
 
+import pytest
+
 from jflash.cli.options.results import keep_newest
 
 
@@ -23,3 +25,19 @@ def test_a_number_that_is_not_finite_is_null(tmp_path, capsys):
             "ms": [None, None, 2.5],
             "parts": {"floor": [None, "NaN", None, 3]},
         }
+
+
+def test_a_result_that_cannot_be_written_is_printed(tmp_path, capsys):
+    """It may have taken hours, and --help says that the last line is printed anyway."""
+    file = tmp_path / "removed" / "result.json"
+    file.parent.mkdir()
+
+    def results():
+        yield {"ms": 1.0}
+        file.unlink()
+        file.parent.rmdir()
+        yield {"ms": 2.0}
+
+    with pytest.raises(ValueError, match=rf"^cannot write {file}: No such file"):
+        keep_newest(file, results())
+    assert json.loads(capsys.readouterr().out) == {"ms": 2.0}

@@ -41,8 +41,9 @@ def keep_newest(
 ) -> int | None:
     """Writes each result over the one before, so that a run cut off leaves its newest.
 
-    Prints the last as a line, and returns what the generator does: an exit code. A number that is
-    not finite becomes null, because JSON has none.
+    Prints the last as a line, and returns what the generator does: an exit code. The newest is
+    printed too where it cannot be written. A number that is not finite becomes null, because JSON
+    has none.
     """
     line = ""
     while True:
@@ -52,8 +53,12 @@ def keep_newest(
             print(line, end="\n" * bool(line))
             return end.value
         if file is not None:
-            with whole_file(file, overwrite=True) as write:
-                write(line)
+            try:
+                with whole_file(file, overwrite=True) as write:
+                    write(line)
+            except (OSError, ValueError):  # a full disc
+                print(line)
+                raise
 
 
 def finite(value: Any) -> Any:
