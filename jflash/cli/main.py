@@ -68,7 +68,7 @@ def run(name: str, argv: Sequence[str] | None = None, prog: str | None = None) -
 
     def body(args: Options) -> int | None:
         done = _module(BODIES.get(name, name)).run(args)
-        return keep_newest(args.json, done) if measures else done
+        return keep_newest(args.json, done, args.overwrite) if measures else done
 
     return run_command(make_parser(name, prog), body, argv, check)
 

@@ -31,6 +31,21 @@ def whole_file(path: Path, overwrite: bool) -> Iterator[Callable[[str], None]]:
 
 
 @contextlib.contextmanager
+def newest_line(path: Path, overwrite: bool) -> Iterator[Callable[[str], None]]:
+    """Yields a function that writes `path` as a whole file of one line, over the one before.
+
+    No other process writes it until the block ends. ValueError as of `whole_file`.
+    """
+    with _only_writer(path, overwrite) as path:
+
+        def write(line: str) -> None:
+            with becoming(path, _part(path)) as part, _lines(path, part) as add:
+                add(line)
+
+        yield write
+
+
+@contextlib.contextmanager
 def kept_lines(
     path: Path, overwrite: bool, say: Callable[[str], None]
 ) -> Iterator[Callable[[str], None]]:

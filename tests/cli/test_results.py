@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import pytest
 
@@ -34,10 +35,31 @@ def test_a_result_that_cannot_be_written_is_printed(tmp_path, capsys):
 
     def results():
         yield {"ms": 1.0}
-        file.unlink()
-        file.parent.rmdir()
+        shutil.rmtree(file.parent)
         yield {"ms": 2.0}
 
     with pytest.raises(ValueError, match=rf"^cannot write {file}: No such file"):
         keep_newest(file, results())
     assert json.loads(capsys.readouterr().out) == {"ms": 2.0}
+
+
+def test_a_second_run_into_a_file_of_results_is_refused_before_it_measures(tmp_path):
+    """Also before the first one has a result: each would replace the other's."""
+    file = tmp_path / "result.json"
+
+    def second():
+        raise AssertionError("it measures")
+        yield {}
+
+    def results():
+        for ms in (1.0, 2.0):
+            for overwrite in (False, True):
+                with pytest.raises(ValueError, match=f"^{file} (is in use|exists)"):
+                    keep_newest(file, second(), overwrite)
+            yield {"ms": ms}
+
+    keep_newest(file, results())
+    assert json.loads(file.read_text()) == {"ms": 2.0} and list(tmp_path.iterdir()) == [file]
+    with pytest.raises(ValueError, match=f"^{file} exists already"):
+        keep_newest(file, second())
+    keep_newest(file, results(), overwrite=True)

@@ -3,13 +3,14 @@
 import json
 import math
 from collections.abc import Generator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from jflash.cli.command import Options, Parser
 from jflash.cli.options.values import option_name, refuse
 from jflash.records.kernels import BACKENDS
-from jflash.system.lines import check_whole_file, whole_file
+from jflash.system.lines import check_whole_file, newest_line
 
 
 def backend_options(parser: Parser) -> None:
@@ -37,28 +38,31 @@ def check_result(args: Options) -> None:
 
 
 def keep_newest(
-    file: Path | None, results: Generator[dict[str, Any], None, int | None]
+    file: Path | None,
+    results: Generator[dict[str, Any], None, int | None],
+    overwrite: bool = False,
 ) -> int | None:
     """Writes each result over the one before, so that a run cut off leaves its newest.
 
+    The file is this run's alone from the beginning, since two would replace each other's results.
     Prints the last as a line, and returns what the generator does: an exit code. The newest is
     printed too where it cannot be written. A number that is not finite becomes null, because JSON
     has none.
     """
     line = ""
-    while True:
-        try:
-            line = json.dumps(finite(next(results)), allow_nan=False)
-        except StopIteration as end:
-            print(line, end="\n" * bool(line))
-            return end.value
-        if file is not None:
+    with nullcontext() if file is None else newest_line(file, overwrite) as write:
+        while True:
             try:
-                with whole_file(file, overwrite=True) as write:
+                line = json.dumps(finite(next(results)), allow_nan=False)
+            except StopIteration as end:
+                print(line, end="\n" * bool(line))
+                return end.value
+            if write is not None:
+                try:
                     write(line)
-            except (OSError, ValueError):  # a full disc
-                print(line)
-                raise
+                except (OSError, ValueError):  # a full disc
+                    print(line)
+                    raise
 
 
 def finite(value: Any) -> Any:
