@@ -32,6 +32,8 @@ def json_lines(file: Path) -> list[tuple[str, dict[str, Any]]]:
         except RecursionError:
             raise ValueError(f"{where} is not JSON here: it is nested too deep") from None
         except ValueError as error:
+            if line.strip() != text.strip() and _is_json(text):  # mostly a list over several lines
+                raise ValueError(f"{file} is JSON as a whole: give an object a line") from None
             raise ValueError(f"{where} is not JSON: {error}") from None
         if "\\ud" in line.lower():
             check_characters(record, where)
@@ -39,6 +41,15 @@ def json_lines(file: Path) -> list[tuple[str, dict[str, Any]]]:
             raise ValueError(f"{where} is not a JSON object: {line.strip()[:40]}")
         found.append((where, record))
     return found
+
+
+def _is_json(text: str) -> bool:
+    """Whether the whole text is one value."""
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def check_characters(value: Any, where: str) -> None:

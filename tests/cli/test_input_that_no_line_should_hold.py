@@ -2,6 +2,7 @@
 training would remove."""
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
@@ -35,6 +36,18 @@ def test_a_mark_before_a_text_is_no_part_of_it(tmp_path, monkeypatch):
         assert read_prompts(piped)[0].text == inside
     text.write_bytes(b'\xef\xbb\xbf{"question": "a"}\r\n')
     assert json_lines(text) == [(f"{text}:1", {"question": "a"})]
+
+
+def test_a_whole_json_file_is_told_what_its_lines_should_be(tmp_path):
+    """It is JSON, so "line 1 is not JSON" would help nobody. A number that is none stays named."""
+    file = tmp_path / "problems.json"
+    file.write_text(json.dumps([{"question": "a"}, {"question": "b"}], indent=1))
+    with pytest.raises(ValueError, match=f"^{file} is JSON as a whole: give an object a line$"):
+        json_lines(file)
+    for text in ('{"n": NaN}', '{"n": 1}\n{"n": NaN}\n'):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=rf"^{file}:\d is not JSON: NaN is no JSON number$"):
+            json_lines(file)
 
 
 @pytest.mark.parametrize("source", ["", 5, None])
