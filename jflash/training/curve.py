@@ -5,7 +5,27 @@ from typing import Any
 
 from tqdm import tqdm
 
-from jflash.system.files import replacing
+from jflash.system.files import read_json, replacing
+
+
+def read_curve(directory: Path) -> list[dict[str, Any]]:
+    """The records of `curve.json`, none without it; ValueError if something damaged it."""
+    path = directory / "curve.json"
+    if not path.exists():
+        return []
+    try:
+        records = read_json(path)
+        if not isinstance(records, list) or not all(_has_step(record) for record in records):
+            raise ValueError(f"{path} holds no list of records with steps")
+    except ValueError as error:
+        raise ValueError(
+            f"{error}. Without this file the same command begins a new curve"
+        ) from None
+    return records
+
+
+def _has_step(record: Any) -> bool:
+    return isinstance(record, dict) and isinstance(record.get("step"), int)
 
 
 def draw_curves(directory: Path, history: list[dict[str, Any]], title: str) -> None:

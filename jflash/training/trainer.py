@@ -26,7 +26,7 @@ from jflash.system.files import read_json, write_json
 from jflash.system.locks import locked
 from jflash.training import steps
 from jflash.training.checkpoints import CHECKPOINTS, checkpoints_in, saving
-from jflash.training.curve import draw_curves
+from jflash.training.curve import draw_curves, read_curve
 from jflash.training.recipe import TrainConfig
 
 LOCK, RUN = "run.lock", "run.json"  # in the folder of a training
@@ -232,8 +232,7 @@ def _newest(
     step = manager.latest_step()
     if step is None:
         return 0, state, []
-    path = directory / "curve.json"
-    records = read_json(path) if path.exists() else []
+    records = read_curve(directory)
     try:
         restored: Any = manager.restore(step, args=ocp.args.StandardRestore(state))
     except Exception as error:  # of Orbax, by a file that a power cut left half written

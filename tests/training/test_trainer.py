@@ -21,6 +21,7 @@ from jflash.speculative import apply
 from jflash.system.locks import locked
 from jflash.training import steps, trainer
 from jflash.training.attention import causal_attend
+from jflash.training.curve import read_curve
 from jflash.training.data import Conversation, Rows, check_tokens, pack
 from jflash.training.losses import head_logits, lookup
 from jflash.training.recipe import OPTIMIZERS, TrainConfig
@@ -121,6 +122,13 @@ def assert_damage_is_named(again, folder) -> None:
         (folder / name).write_text('[{"st')
         with pytest.raises(ValueError, match=f"/{name} is damaged"):
             again()
+
+
+@pytest.mark.parametrize("text", ["", "null", "{}", "[1]", '[{"loss": 1.0}]', '[{"step": "1"}]'])
+def test_a_curve_that_something_damaged_is_told_with_what_to_do(tmp_path, text):
+    (tmp_path / "curve.json").write_text(text)
+    with pytest.raises(ValueError, match=r"/curve\.json .*\. Without this file the same command"):
+        read_curve(tmp_path)
 
 
 def test_looks_and_checkpoints_come_at_the_steps_that_were_asked_for(tmp_path):
