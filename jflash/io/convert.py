@@ -7,10 +7,11 @@ from typing import Any
 from jflash.io import hf_config
 from jflash.io.checkpoint import open_checkpoint
 from jflash.io.load import DTYPES
-from jflash.io.orbax_checkpoint import save_orbax
+from jflash.io.orbax_checkpoint import is_orbax, save_orbax
 from jflash.io.quantised.scheme import quantisation, unquantised
 from jflash.io.whole_folder import check_destination, write_whole
 from jflash.records.config import DrafterConfig, TargetConfig
+from jflash.system.locks import naming
 
 
 def convert_checkpoint(
@@ -24,6 +25,7 @@ def convert_checkpoint(
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     destination = Path(destination)
+    _check_converted(destination)
     check_destination(destination, overwrite)
     checkpoint = open_checkpoint(source)
     _check_apart(checkpoint.path, destination)
@@ -38,6 +40,15 @@ def convert_checkpoint(
         save_orbax(part, fill(dtype, False))
 
     write_whole(destination, overwrite, write)
+
+
+def _check_converted(destination: Path) -> None:
+    """ValueError for a checkpoint in another form: it may be the only copy of its weights."""
+    with naming(destination):
+        other = (destination / "config.json").exists() and not is_orbax(destination)
+    if other:
+        why = "a checkpoint that is not a converted one, which is not replaced"
+        raise ValueError(f"{destination} holds {why}: give another DST, or remove it first")
 
 
 def _check_apart(source: Path, destination: Path) -> None:

@@ -37,11 +37,16 @@ def test_convert_sources(pair, refused, tmp_path):
 
 
 def test_convert_destinations(pair, refused, tmp_path):
-    convert_refused(refused, [pair.drafter, pair.drafter], "exists already", "--overwrite")
+    old = tmp_path / "old"
+    (old / "orbax").mkdir(parents=True)
+    (old / "config.json").write_text("{}")
+    convert_refused(refused, [pair.drafter, old], "exists already", "--overwrite")
     other = tmp_path / "thesis"
     other.mkdir()
     (other / "chapter").write_text("1")
     convert_refused(refused, [pair.drafter, other, "--overwrite"], "thesis exists and is no")
+    theirs = "drafter holds a checkpoint that is not a converted one"  # maybe its only copy
+    convert_refused(refused, [pair.target, pair.drafter, "--overwrite"], theirs)
     below = pair.target / "config.json" / "dst"
     convert_refused(refused, [pair.drafter, below], "cannot write", "dst")
     convert_refused(refused, [pair.drafter, "/proc/dst"], "cannot write /proc/dst")
@@ -119,6 +124,9 @@ def test_convert_that_fails_halfway_keeps_the_old_one(pair, refused, monkeypatch
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("jflash.io.convert.save_orbax", full)
-    argv = [pair.target, pair.drafter, "--overwrite"]
+    old = tmp_path / "old"
+    (old / "orbax").mkdir(parents=True)
+    (old / "config.json").write_text("{}")
+    argv = [pair.target, old, "--overwrite"]
     convert_refused(refused, argv, "cannot write", "No space left on device")
     convert_refused(refused, [pair.target, tmp_path / "new" / "dst"], "No space left on device")

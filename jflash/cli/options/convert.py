@@ -10,7 +10,7 @@ def declare(parser: Parser) -> None:
     add("source", metavar="SRC", help="a folder in either form, a .gguf file or a hub id")
     add("destination", metavar="DST", type=Path, help="the folder to write")
     add("--dtype", choices=("float32", "bfloat16"), help="default: as stored")
-    add("--overwrite", action="store_true", help="replace an existing DST")
+    add("--overwrite", action="store_true", help="replace a converted checkpoint at DST")
 
 
 def check(options: Options) -> None:
