@@ -26,6 +26,7 @@ def encode_prompt(
     """
     if not isinstance(prompt, str):  # a template would write the bytes b'x' as these four letters
         raise ValueError(f"the prompt {prompt!r:.80} must be a text, a str")
+    _check_history(history)
     if not chat_template:
         if system:
             raise ValueError("a system message needs the chat template")
@@ -47,6 +48,18 @@ def encode_prompt(
         names["reasoning_effort"] = effort
     text = through_template(tokenizer, messages, **names)
     return token_ids(tokenizer, text, add_special_tokens=False)
+
+
+def _check_history(history: Any) -> None:
+    """ValueError unless it has pairs of texts: of a message with a role, the names of its two keys
+    would be taken for the user's text and the answer."""
+    why = "must be (user's text, answer)"
+    if isinstance(history, str) or not isinstance(history, Sequence):
+        raise ValueError(f"history {history!r:.80} must be a list, of which each {why}")
+    for turn in history:
+        pair = isinstance(turn, tuple | list) and len(turn) == 2
+        if not (pair and all(isinstance(text, str) for text in turn)):
+            raise ValueError(f"history: {turn!r:.80} {why}")
 
 
 def token_ids(tokenizer: Any, text: str, *, add_special_tokens: bool) -> list[int]:

@@ -238,6 +238,23 @@ def test_a_prompt_that_is_no_text(prompt, chat_template, pair):
         encode_prompt(load_tokenizer(pair.target), prompt, chat_template=chat_template)
 
 
+@pytest.mark.parametrize(
+    ("history", "why"),
+    [
+        ([{"role": "user", "content": "hi"}], r"history: {.* must be \(user's text, answer\)"),
+        ([("a", "b"), ("c", 5)], r"history: \('c', 5\) must be"),
+        (["ab"], "history: 'ab' must be"),
+        (None, "history None must be a list"),
+    ],
+)
+@pytest.mark.parametrize("chat_template", [True, False])
+def test_a_history_that_has_no_pairs_of_texts(history, why, chat_template, pair):
+    """A message in the form of others became the turn ("role", "content"), without a word."""
+    tokenizer = load_tokenizer(pair.target)
+    with pytest.raises(ValueError, match=why):
+        encode_prompt(tokenizer, "hi", history=history, chat_template=chat_template)
+
+
 @pytest.mark.parametrize("content", ["[]", '{"chat_template": 5}', '{"added_tokens_decoder": 3}'])
 def test_tokenizer_configs_of_another_kind(content, pair):
     (pair.target / "tokenizer_config.json").write_text(content)
