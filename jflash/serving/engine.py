@@ -228,7 +228,8 @@ class Engine:
         self._work.between(self._loop.wake)
 
     def close(self) -> None:
-        """Cancels all requests and ends the thread; a second call does nothing."""
+        """Cancels all requests and ends the thread, which is not waited for in what it calls back;
+        a second call does nothing."""
         self._work.end()
 
     def __enter__(self) -> "Engine":

@@ -127,7 +127,7 @@ class Handle:
     def at_end(self, do: Callable[[], None]) -> None:
         """Calls `do` once, when the request has ended or failed: in the engine's thread, or now.
 
-        An error of it is logged, and no other request hears of it.
+        An error of it is logged, and no other request hears of it. It may not wait for the engine.
         """
         with self._changed:
             self._at_end = do

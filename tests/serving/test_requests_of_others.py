@@ -1,6 +1,7 @@
 """What one caller does fails no other's request, and what comes while an engine ends is ended."""
 
 import threading
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,33 @@ def test_a_callback_that_fails_is_logged_and_fails_nobody(engine, caplog):
     ]
     one.at_end(fails)  # it has ended
     assert len(caplog.records) == 2
+
+
+def test_what_the_engines_thread_calls_may_not_wait_for_it(pair):
+    """New weights at the end of a rollout waited for themselves, and all others for them."""
+    engine = Engine(pair, max_batch=1, max_context=160)  # whose end would wait for ever, too
+    waits = [
+        engine.sleep, engine.wait_for_room, lambda: engine.update_weights(target=pair.params.target)
+    ]  # fmt: skip
+    for wait in (*waits, engine.close):
+        came = Future[None]()
+
+        def at_end(wait=wait, came=came) -> None:
+            try:
+                came.set_result(wait())
+            except RuntimeError as error:
+                came.set_exception(error)
+
+        handle = engine.submit(asked())
+        handle.at_end(at_end)
+        if wait == engine.close:
+            assert came.result(PATIENCE) is None
+        else:
+            with pytest.raises(RuntimeError, match="cannot wait for itself"):
+                came.result(PATIENCE)
+        assert len(handle.result().token_ids) == 20
+    engine._work._thread.join(PATIENCE)
+    assert not engine._work.alive
 
 
 def test_events_given_to_what_fails_always_leave_no_other_reader_waiting(pair):

@@ -67,12 +67,14 @@ class Work:
 
     def wait_for_room(self) -> None:
         """Until `add` would not raise Full, though another thread may come first."""
+        self._check_may_wait()
         with self._room:
             ended = lambda: self._closing or self._error is not None  # noqa: E731
             self._room.wait_for(lambda: ended() or self._left())
 
     def between[T](self, action: Callable[[], T]) -> T:
         """The result of `action`, which the thread runs as soon as no job runs."""
+        self._check_may_wait()
         done = Future[T]()
         with self.changed:
             self._check_at_work()
@@ -94,14 +96,25 @@ class Work:
             self._room.notify_all()
 
     def end(self, seconds: float | None = None) -> None:
-        """The same, and waits for the thread, so many seconds at most."""
+        """The same, and waits for the thread, so many seconds at most, unless it is the caller."""
         self.tell_to_end()
-        self._thread.join(seconds)
+        if not self._by_itself:
+            self._thread.join(seconds)
 
     @property
     def alive(self) -> bool:
         """Whether the thread runs; in a fork none does."""
         return self._thread.is_alive()
+
+    @property
+    def _by_itself(self) -> bool:
+        """Whether the thread is the caller, in what it calls back."""
+        return threading.current_thread() is self._thread
+
+    def _check_may_wait(self) -> None:
+        """RuntimeError in the thread itself, which would wait for itself for ever."""
+        if self._by_itself:
+            raise RuntimeError("the engine's thread calls this, and cannot wait for itself")
 
     def _check_at_work(self) -> None:
         """Failed, or RuntimeError, if nothing will be done any more."""
