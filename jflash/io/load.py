@@ -141,7 +141,7 @@ def _read_pair(
     first = opened(target)
     config = first.config(target_config)
     if drafter is None:
-        width = 1 if block_size is None else block_size
+        width = 1 if block_size is None else whole("block size", block_size)
         if width < 1:
             raise ValueError(f"block size {width} must be at least 1")
         return Models(Target(config), None, width), first, None

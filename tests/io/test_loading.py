@@ -7,6 +7,7 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -351,6 +352,13 @@ def test_dtype_on_request(pair):
 def test_a_pair_for_what_is_no_batch_and_no_mesh(pair, more, why):
     with pytest.raises(ValueError, match=why):
         load_pair(*pair, **more)
+
+
+@pytest.mark.parametrize("drafted", [True, False])
+def test_a_block_size_of_another_type(pair, drafted):
+    drafter, size = pair.drafter if drafted else None, cast(Any, "4")
+    with pytest.raises(ValueError, match="block size '4' must be a whole number"):
+        configure_pair(pair.target, drafter, block_size=size)
 
 
 def test_configuring_a_pair_reads_no_weights(pair):
