@@ -239,6 +239,7 @@ def _start(
     chunk: int,
 ) -> _Session:
     check_pair(pair)
+    first_index = whole("first_index", first_index)
     for prompt, decoding in zip(prompts, decodings, strict=True):
         check_keys(decoding.seed, (first_index, first_index + len(prompts) - 1), chunk)
         check_request(pair.models, prompt, decoding)
@@ -273,7 +274,7 @@ def _start(
 def _kept(stop_when: StopWhen, ids: list[int]) -> int | None:
     """The number of new tokens that `stop_when` keeps; ValueError unless it is within them."""
     keep = stop_when(ids)
-    whole_number = isinstance(keep, Integral)
+    whole_number = isinstance(keep, Integral) and not isinstance(keep, bool)  # True is no 1
     if keep is not None and not (whole_number and 1 <= keep <= len(ids)):
         raise ValueError(f"stop_when returned {keep}: None, or a number within 1 … {len(ids)}")
     return keep

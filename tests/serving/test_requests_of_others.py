@@ -194,7 +194,10 @@ def test_an_empty_array_has_no_prompts(pair):
      ({"decoding": 3}, "decoding 3 must be a list with one for each text"),
      ({"decoding": None}, "decoding None must be a list with one for each text"),
      ({"stop_when": 3}, "stop_when 3 must be a function"),
-     ({"stop_when": lambda ids: "x"}, "stop_when returned x: None, or a number")],
+     ({"first_index": None}, "first_index None must be a whole number"),
+     ({"first_index": "1"}, "first_index '1' must be a whole number"),
+     ({"stop_when": lambda ids: "x"}, "stop_when returned x: None, or a number"),
+     ({"stop_when": lambda ids: True}, "stop_when returned True: None, or a number")],
 )  # fmt: skip
 def test_options_of_another_type_are_refused_by_name(pair, options, why):
     with pytest.raises(ValueError, match=why):
