@@ -2,7 +2,7 @@
 
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -265,7 +265,7 @@ def save_checkpoint(
     config: TargetConfig | DrafterConfig,
     params: Any,
     dtype: str = "bfloat16",
-    extra_config: dict[str, Any] | None = None,
+    extra_config: Mapping[str, Any] | None = None,
     overwrite: bool = True,
 ) -> None:
     """Writes model.safetensors, then config.json, in Hugging Face layout; other files stay.
@@ -274,8 +274,14 @@ def save_checkpoint(
     shape. `dtype` is 'float32' or 'bfloat16'. `extra_config` adds keys to config.json
     (eos_token_id, …). ValueError, before anything is written, for what no file should say.
     """
+    if not isinstance(config, TargetConfig | DrafterConfig):  # such as the model that has it
+        raise ValueError(f"config {config!r:.80} must be a model's: give target.config")
+    if not isinstance(extra_config, Mapping | None):
+        raise ValueError(f"extra_config {extra_config!r:.80} must map keys to values")
+    if not str(path):  # which is the folder of the process for Path
+        raise ValueError("the path '' is empty: give a folder")
     folder, dtype = Path(path), _known(dtype)
-    raw = to_hf_config(config, dtype) | (extra_config or {})
+    raw = to_hf_config(config, dtype) | dict(extra_config or {})
     try:
         text = json.dumps(raw, indent=2, allow_nan=False) + "\n"
     except (TypeError, ValueError) as error:

@@ -92,6 +92,7 @@ def test_who_may_read_the_config_may_read_the_weights(pair):
         ({"dtype": "float16"}, "dtype 'float16' is not one of"),
         ({"extra_config": {"eos_token_id": np.int32(3)}}, "int32 is not JSON serializable"),
         ({"extra_config": {"rope_theta": float("nan")}}, "extra_config .* is no JSON"),
+        ({"extra_config": [("eos_token_id", 3)]}, "extra_config .* must map keys to values"),
     ],
 )
 def test_what_loading_would_refuse_is_not_written(pair, tmp_path, more, why):
@@ -100,6 +101,17 @@ def test_what_loading_would_refuse_is_not_written(pair, tmp_path, more, why):
     with pytest.raises(ValueError, match=why):
         save_checkpoint(tmp_path / "new", drafter.config, params, **more)
     assert not (tmp_path / "new").exists()
+
+
+def test_a_model_in_place_of_its_config_is_not_written(pair, tmp_path, monkeypatch):
+    """What `load_target` gives, given on; and '' is no name of the folder that a process is in."""
+    model: Any = load_drafter(pair.drafter, "float32")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"config .* must be a model's: give target\.config"):
+        save_checkpoint("new", *model)
+    with pytest.raises(ValueError, match="the path '' is empty"):
+        save_checkpoint("", model[0].config, model[1])
+    assert not [*tmp_path.glob("*.safetensors"), *tmp_path.glob("new")]
 
 
 def test_parameters_of_another_model_are_not_written(pair, tmp_path):
