@@ -5,7 +5,7 @@ events for stop strings. Several samples of one prompt are requests that differ 
 """
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from threading import TIMEOUT_MAX
 from typing import Any, Literal, NamedTuple
@@ -172,6 +172,8 @@ def _checked_types(request: Request) -> dict[str, Any]:
         request.cache_salt.encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"cache_salt {request.cache_salt!r} has no UTF-8: {error}") from None
+    if isinstance(request.prompt_ids, Set | Mapping | bytes | bytearray):  # no tokens in order
+        raise ValueError(f"prompt_ids {request.prompt_ids!r:.80} must be a list of token ids")
     if not isinstance(request.logit_bias, Mapping):
         raise ValueError(f"logit_bias {request.logit_bias!r} must map tokens to numbers")
     bias = {whole("logit_bias", token): bias for token, bias in request.logit_bias.items()}
