@@ -23,8 +23,8 @@ def check_sizes(least: int = 1, **sizes: int | None) -> None:
 
 def checked_kinds(kinds: Iterable[Kind]) -> tuple[Kind, ...]:
     """The kinds of requests that an engine serves. ValueError unless they are some of KINDS."""
-    some = tuple(kinds)
-    if not some or set(some) - set(KINDS):
+    some = tuple(kinds) if isinstance(kinds, Iterable) else ()
+    if not some or any(kind not in KINDS for kind in some):
         raise ValueError(f"kinds {kinds!r} must be a tuple of some of {KINDS}")
     return some
 

@@ -164,6 +164,7 @@ def test_who_has_a_place_takes_none_of_the_queue(engine):
     [
         ("max_batch", 2.5), ("max_batch", None), ("max_context", "64"), ("max_queue", None),
         ("pages", 0.5), ("kinds", ()), ("kinds", ("fast",)), ("kinds", "fast"),
+        ("kinds", None), ("kinds", 2), ("kinds", [["greedy"]]),
         ("max_stop_ids", -1), ("max_stop_ids", "16"), ("states", "4"), ("slots_at_once", 2),
     ],
 )  # fmt: skip
