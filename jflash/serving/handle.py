@@ -71,7 +71,7 @@ class Handle:
         self._past = list[Event]()
         self._ended = False
         self._error: BaseException | None = None
-        self._wake: Callable[[], None] | None = None
+        self._wakes = list[Callable[[], None]]()
         self._at_end: Callable[[], None] | None = None
         self._to: Callable[[list[Event] | BaseException], None] | None = None
 
@@ -105,7 +105,7 @@ class Handle:
                 events = [self._events.popleft() for _ in range(min(most, len(self._events)))]
                 if waits:
                     arrived.clear()
-                    self._wake = wake
+                    self._wakes.append(wake)
             if waits:
                 await arrived.wait()
             elif events:
@@ -188,8 +188,8 @@ class Handle:
 
     def _notify(self) -> None:
         self._changed.notify_all()
-        wake, self._wake = self._wake, None  # a reader that waits is woken once
-        if wake is not None:
+        wakes, self._wakes = self._wakes, []  # who waits is woken once
+        for wake in wakes:
             wake()
         if self._ended:
             self._on_cancel = lambda _: None  # it holds its engine no longer
