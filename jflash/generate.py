@@ -85,9 +85,19 @@ class Pair:
 
 
 def check_pair(pair: Any) -> None:
-    """ValueError for what is no pair, such as the name of a checkpoint."""
+    """ValueError for what is no pair, such as the name of a checkpoint, and for parameters of
+    another dtype than the models': an engine would compute with them in either."""
     if not isinstance(pair, Pair):
         raise ValueError(f"pair {pair!r:.80} must be a Pair: jflash.load_pair(target, drafter)")
+    models, params = pair.models, pair.params
+    if not (isinstance(models, Models) and isinstance(params, Params)):
+        raise ValueError("a pair must have Models and Params: take dataclasses.replace of another")
+    for name in Params._fields:
+        leaves = jax.tree.leaves(getattr(params, name))
+        stored = {str(getattr(leaf, "dtype", type(leaf).__name__)) for leaf in leaves}
+        if getattr(models, name) is not None and models.dtype not in stored:
+            found = ", ".join(sorted(stored)) or "missing"
+            raise ValueError(f"the {name}'s parameters are {found}, its model is {models.dtype}")
 
 
 def models_for(models: Models, decodings: Iterable[Decoding]) -> Models:

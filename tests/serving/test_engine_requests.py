@@ -198,6 +198,19 @@ def test_what_is_no_pair_is_refused(name: Any):
         Engine(name)
 
 
+@pytest.mark.parametrize("decode", [Engine, lambda pair: generate(pair, [[1]])])
+def test_parameters_of_another_dtype_are_refused(pair, decode):
+    """As a training may give them: an engine computed with them, in whatever came of it."""
+    trained = jax.tree.map(lambda x: x.astype("bfloat16"), pair.params.target)
+    for params, why in (
+        (pair.params._replace(target=trained), "target's parameters are bfloat16, its .* float32"),
+        (pair.params._replace(drafter=None), "drafter's parameters are missing"),
+        ((trained, None), "must have Models and Params"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            decode(replace(pair, params=params))
+
+
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
