@@ -8,6 +8,7 @@ embeddings and returns hidden states, and of these and the head's logits the can
 What version 2 adds is in `dflash2.py`.
 """
 
+import functools
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -207,9 +208,14 @@ def with_context_kernel(drafter: Drafter, params: dict[str, Any]) -> dict[str, A
 
     It repeats weights (L·2·K·H·D of them), so it is made only for decoding, and never stored.
     """
-    kernel, bias = jax.jit(lambda p: drafter.apply({"params": p}, method="context_weights"))(params)
+    kernel, bias = _context_weights(drafter, params)
     extra = {"context_kernel": kernel} | ({} if bias is None else {"context_bias": bias})
     return {**params, **extra}
+
+
+@functools.partial(jax.jit, static_argnums=0)  # an engine may get new weights again and again
+def _context_weights(drafter: Drafter, params: dict[str, Any]) -> Any:
+    return drafter.apply({"params": params}, method="context_weights")
 
 
 def context_leaves(config: DrafterConfig) -> dict[str, Leaf]:

@@ -32,7 +32,7 @@ from jflash.serving.stats import Stats
 from jflash.serving.thread.job import Job
 from jflash.serving.thread.loop import Loop
 from jflash.serving.thread.work import Work
-from jflash.serving.weights import replacing
+from jflash.serving.weights import replacing, replacing_drafter
 from jflash.system.device import device_memory
 from pallas_kernels.block_attention import PAGE
 
@@ -196,7 +196,8 @@ class Engine:
         """Replaces a model's parameters; returns the number of the new version.
 
         Running requests first finish with the old ones, waiting requests begin with the new ones.
-        Nothing is compiled. JAX's arrays are not copied: no later program may take their memory.
+        Nothing is compiled, but for a first drafter's what makes its context kernel of its layers'.
+        JAX's arrays are not copied: no later program may take their memory.
         ValueError, naming the leaf, unless tree, shapes and dtypes are the same, and arrays that
         several devices share lie on them in the same parts.
 
@@ -204,12 +205,11 @@ class Engine:
         false still find them; others compute theirs again, because the drafter's context is made
         of the target's features, which no page keeps.
         """
-        new, old = {"target": target, "drafter": drafter}, self._loop.device.params
-        new = {
-            name: replacing(getattr(old, name), params, name)
-            for name, params in new.items()
-            if params is not None
-        }
+        models, old, new = self._loop.device.models, self._loop.device.params, dict[str, Any]()
+        if target is not None:
+            new["target"] = replacing(old.target, target, "target")
+        if drafter is not None:
+            new["drafter"] = replacing_drafter(models, old.drafter, drafter)
         if not new:
             raise ValueError("no new parameters: give a target, a drafter, or both")
 

@@ -3,11 +3,16 @@
 This file knows trees of arrays, and no engine.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 from jax.tree_util import keystr
+
+from jflash.devices.mesh import with_context
+from jflash.models.dflash import context_leaves
+from jflash.pair import Models, Params
 
 
 def replacing(old: Any, new: Any, name: str) -> Any:
@@ -31,6 +36,23 @@ def replacing(old: Any, new: Any, name: str) -> Any:
     if jax.tree.structure(old) != jax.tree.structure(new):
         raise ValueError(f"new parameters of the {name}: {type(new)} is not the engine's tree")
     return jax.tree.map(_placed, new, old)
+
+
+def replacing_drafter(models: Models, old: Any, new: Any) -> Any:
+    """The same of the models' drafter, whose context kernel repeats columns of its layers' kernels.
+
+    It is made of the new ones, and what `new` has of it is not read: it may be of the old ones.
+    Where products are rounded `new` has all, as rounded.
+    """
+    config = None if models.drafter is None else models.drafter.config
+    made = set() if config is None or config.products else set(context_leaves(config))
+    if not isinstance(old, Mapping) or not made & set(old):
+        return replacing(old, new, "drafter")
+    if isinstance(new, Mapping):
+        new = {name: leaf for name, leaf in new.items() if name not in made}
+    old = {name: leaf for name, leaf in old.items() if name not in made}
+    given = replacing(old, new, "drafter")
+    return with_context(models, Params(None, given)).drafter
 
 
 def _refusal(leaf: Any, old: Any) -> str | None:

@@ -5,14 +5,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jflash.serving.weights import replacing
+from jflash.io import load_drafter, load_pair
+from jflash.serving.weights import replacing, replacing_drafter
+from jflash.system.embedded import EMBEDDED_PAIR
 from tests.support.virtual_devices import result, start
 
 SHARED = """
 import jax, json, jflash
 import numpy as np
 from jflash.devices.distribute import placed
-from jflash.serving.weights import replacing
+from jflash.io import load_drafter, load_pair
+from jflash.serving.weights import replacing, replacing_drafter
+from jflash.system.embedded import EMBEDDED_PAIR
 
 folder = "checkpoints/tiny-math/target"
 one, two = (jflash.load_pair(folder, tensor_parallel=n) for n in (1, 2))
@@ -85,3 +89,20 @@ def test_whole_weights_are_no_parts_of_several_devices():
     assert found == {"own": True, "brought": True, "computed": True}
     for refusal in refusals:
         assert "does not lie in parts on the engine's 2 devices" in str(refusal)
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_a_drafters_context_kernel_is_made_of_its_new_layers(stale):
+    """Files and trained trees have none, or that of the old kernels, with which fewer drafts are
+    accepted and nobody knows why."""
+    pair = load_pair(EMBEDDED_PAIR / "target", EMBEDDED_PAIR / "drafter", dtype="float32")
+    old, given = pair.params.drafter, load_drafter(EMBEDDED_PAIR / "drafter", "float32")[1]
+    given = jax.tree.map(lambda leaf: leaf * 2, given)
+    if stale:
+        given["context_kernel"] = old["context_kernel"]
+    new = replacing_drafter(pair.models, old, given)
+    assert jax.tree.structure(new) == jax.tree.structure(old)
+    np.testing.assert_array_equal(new["context_kernel"], 2 * old["context_kernel"])
+    del given["fc"]
+    with pytest.raises(ValueError, match=r"of the drafter: \['fc'\]\['kernel'\] is missing"):
+        replacing_drafter(pair.models, old, given)
