@@ -25,6 +25,8 @@ def convert_checkpoint(
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     destination = Path(destination)
+    if str(source) and Path(source).exists():  # a hub id's place is known when its files are there
+        _check_apart(Path(source), destination)
     _check_converted(destination)
     check_destination(destination, overwrite)
     checkpoint = open_checkpoint(source)

@@ -50,7 +50,7 @@ def test_convert_destinations(pair, refused, tmp_path):
     below = pair.target / "config.json" / "dst"
     convert_refused(refused, [pair.drafter, below], "cannot write", "dst")
     convert_refused(refused, [pair.drafter, "/proc/dst"], "cannot write /proc/dst")
-    convert_refused(refused, [pair.drafter, pair.drafter / "config.json", "--overwrite"], "no chec")
+    convert_refused(refused, [pair.drafter, pair.target / "config.json", "--overwrite"], "no chec")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
