@@ -14,9 +14,7 @@ SHARED = """
 import jax, json, jflash
 import numpy as np
 from jflash.devices.distribute import placed
-from jflash.io import load_drafter, load_pair
-from jflash.serving.weights import replacing, replacing_drafter
-from jflash.system.embedded import EMBEDDED_PAIR
+from jflash.serving.weights import replacing
 
 folder = "checkpoints/tiny-math/target"
 one, two = (jflash.load_pair(folder, tensor_parallel=n) for n in (1, 2))
