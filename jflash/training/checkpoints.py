@@ -10,6 +10,8 @@ from pathlib import Path
 
 import orbax.checkpoint as ocp
 
+from jflash.io.foreign import without_notes
+
 CHECKPOINTS = "checkpoints"  # in the folder of a training
 KEPT = 2  # so that one is whole whenever the run is killed
 
@@ -35,7 +37,7 @@ def saving(directory: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:
-        why = " ".join(str(error).split()).split(" [")[0]  # before tensorstore's settings
+        why = without_notes(" ".join(str(error).split()))
         raise ValueError(
             f"cannot write {directory / CHECKPOINTS}: {why}. The same command goes on from the "
             "newest whole checkpoint when it can be written"

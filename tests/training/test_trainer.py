@@ -170,7 +170,9 @@ sys.exit(run_command(Parser("train", ""), body, []))
 
 
 def test_a_checkpoint_on_a_full_disc_is_a_line_and_the_training_goes_on_with_room(tmp_path):
-    """In a process of its own, as Orbax's threads outlive the error, and print tracebacks of it."""
+    """In a process of its own, as Orbax's threads outlive the error, and print tracebacks of it.
+    Its notes begin with a bracket, as a part of the folder's name does."""
+    tmp_path = tmp_path / "a [b=c]"
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'scripts'}"}
     command = [sys.executable, "-c", FULL_DISC, str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
