@@ -97,7 +97,7 @@ def _check_devices(name: str, args: Options, dtype: str) -> Iterator[dict[str, A
     )
     if args.quantised:
         case = as_codes(case, args.quantised, args.seed)
-    how = _counts(args), args.seed, args.experts_over
+    how = args.tensor_parallel, args.seed, args.experts_over
     for texts in both:
         result = check_devices(case, *how, texts)
         for each in [*result["compared"], result["planted"]]:
@@ -107,9 +107,8 @@ def _check_devices(name: str, args: Options, dtype: str) -> Iterator[dict[str, A
         yield result
 
 
-def _counts(args: Options) -> tuple[int, ...]:
-    """Of devices: those that are asked for, else of the usual ones; ValueError if this host has
-    fewer."""
+def numbers_of_devices(args: Options) -> tuple[int, ...]:
+    """Those that are asked for, else the usual ones that are here; ValueError where fewer are."""
     here = jax.local_device_count()
     counts = args.tensor_parallel or tuple(x for x in DEVICES if x <= here) or DEVICES[:1]
     tensor_mesh(max(counts))
@@ -229,7 +228,7 @@ def run(args: Options) -> Generator[dict[str, Any], None, int]:
     if large and on_cpu:
         raise ValueError(f"--pairs {large[0]} takes days on a CPU: use --pairs tiny-math here")
     if "devices" in checks_of(args):
-        _counts(args)  # refused before anything is compared
+        args.tensor_parallel = numbers_of_devices(args)  # refused before anything is compared
     report = check(args)
     if "checks" in report:
         print_oracle(report)

@@ -4,6 +4,7 @@ import json
 from argparse import Namespace
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -80,6 +81,19 @@ from jflash.cli.main import run
 sys.exit(run("check-lossless", ["--pairs", "tiny-math", "--checks", "devices", "--dtype",
                                 "bfloat16", "--tensor-parallel", "1,2,4", *sys.argv[1:]]))
 """
+
+
+@pytest.mark.parametrize(("here", "usual"), [(2, (2,)), (3, (2,)), (8, (2, 4))])
+def test_the_usual_numbers_of_devices_are_those_that_are_here(monkeypatch, here, usual):
+    """Two GPUs were refused for want of four."""
+    monkeypatch.setattr(jax, "local_devices", lambda: [None] * here)
+    monkeypatch.setattr(jax, "local_device_count", lambda: here)
+    with pytest.raises(ValueError, match=f"over 9 devices: this host has {here}"):
+        check_lossless.numbers_of_devices(Namespace(tensor_parallel=(2, 9)))
+    checked = list[int]()
+    monkeypatch.setattr(check_lossless, "tensor_mesh", checked.append)
+    assert check_lossless.numbers_of_devices(Namespace(tensor_parallel=None)) == usual
+    assert checked == [usual[-1]]
 
 
 @pytest.mark.long
