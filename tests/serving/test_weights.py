@@ -14,10 +14,11 @@ SHARED = """
 import jax, json, jflash
 import numpy as np
 from jflash.devices.distribute import placed
-from jflash.serving.weights import replacing
+from jflash.io import load_drafter
+from jflash.serving.weights import replacing, replacing_drafter
 
-folder = "checkpoints/tiny-math/target"
-one, two = (jflash.load_pair(folder, tensor_parallel=n) for n in (1, 2))
+folders = [f"checkpoints/tiny-math/{x}" for x in ("target", "drafter")]
+one, two = (jflash.load_pair(*folders, dtype="float32", tensor_parallel=n) for n in (1, 2))
 old, whole = two.params.target, one.params.target
 brought = placed(two.models.mesh, two.models.target.config, whole)
 found = {}
@@ -32,6 +33,15 @@ for name, new in {
     else:
         pairs = zip(jax.tree.leaves(got), jax.tree.leaves(new))
         found[name] = all((np.asarray(a) == np.asarray(b)).all() for a, b in pairs)
+drafters = two.params.drafter
+new = load_drafter(folders[1], "float32")[1]
+got = replacing_drafter(
+    two.models, drafters, placed(two.models.mesh, two.models.drafter.config, new)
+)
+found["drafter's"] = jax.tree.structure(got) == jax.tree.structure(drafters) and all(
+    a.sharding == b.sharding and (np.asarray(a) == np.asarray(b)).all()
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(drafters))
+)
 print(json.dumps(found))
 """
 
@@ -84,7 +94,7 @@ def test_whole_weights_are_no_parts_of_several_devices():
     """They have the parts' shapes and not their columns' order: the texts would be others."""
     found = result(start(SHARED))
     refusals = [found.pop(name) for name in ("whole", "NumPy's")]
-    assert found == {"own": True, "brought": True, "computed": True}
+    assert found == {"own": True, "brought": True, "computed": True, "drafter's": True}
     for refusal in refusals:
         assert "does not lie in parts on the engine's 2 devices" in str(refusal)
 
