@@ -126,8 +126,10 @@ def test_the_orbax_form_converts_again(converted, tmp_path, capsys):
 
 def test_overwrite_replaces_a_converted_checkpoint(pair, converted, tmp_path):
     folder = Path(shutil.copytree(converted.target, tmp_path / "drafter"))
+    (folder / "old").write_text("of the target")
     assert main.run("convert", [str(pair.drafter), str(folder), "--overwrite"]) == 0
     same_bits(load_drafter(folder)[1], load_drafter(pair.drafter)[1])
+    assert not (folder / "old").exists()
     assert [p.name for p in tmp_path.iterdir()] == ["drafter"]
 
 
