@@ -96,8 +96,9 @@ def propose(
     head = drafter if c.has_head else target
     if not (ranked or models.draws_drafts or c.reads_logits):
         return Proposal(apply(*head, hidden, backend, method="best"))
-    if models.drafter.sure_by_head and not (models.draws_drafts or c.reads_logits):
-        best, sure = apply(*head, hidden, backend, method="best_and_confidence")
+    if not (models.draws_drafts or c.reads_logits):
+        found = apply(*head, hidden, backend, method="best_and_confidence")
+        best, sure = models.drafter.surest(anchor, *found)
         return Proposal(best, confidence=sure)
     if ranked:
         # The rank of a row hangs on the drafts of other sequences, and so on noise that decided

@@ -183,10 +183,12 @@ class Drafter(nn.Module):
         cap = self.config.final_logit_softcapping
         return logits if not cap else jnp.tanh(logits / cap) * cap
 
-    @property
-    def sure_by_head(self) -> bool:
-        """Whether a best draft's confidence is the head's probability, where no logit is read."""
-        return True
+    @nn.nowrap
+    def surest(
+        self, anchor: Int[Array, " B"], best: Int[Array, "B T"], sure: Float[Array, "B T"]
+    ) -> tuple[Int[Array, "B T"], Float[Array, "B T"]]:
+        """The head's best ids and their probabilities, of a block after `anchor`, as they are."""
+        return best, sure
 
     def candidates(
         self,

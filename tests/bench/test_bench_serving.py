@@ -168,13 +168,12 @@ def test_each_text_walks_through_the_recorded_steps(file):
 def test_confidences_are_the_recorded_ones(file):
     drafter = random_pair("tiny", read_recording(file), "float32").models.drafter
     assert drafter is not None
-    draws = jax.random.split(jax.random.key(0))
-    hidden, logits = (jax.random.normal(key, (4, 7, 512)) for key in draws)
-    found = drafter.apply(
-        {"params": {}}, hidden[..., :128], jnp.arange(4), logits, method="candidates"
-    )
-    sure = jnp.max(jax.nn.softmax(found.scores), axis=-1)
-    np.testing.assert_allclose(sure, [step[1:] for step in STEPS], atol=1e-3)
+    best, sure = jnp.full((4, 7), 3), jnp.full((4, 7), 0.25)
+    drafted, recorded = drafter.surest(jnp.arange(4), best, sure)
+    np.testing.assert_array_equal(recorded, np.float32([step[1:] for step in STEPS]))
+    assert len(set(np.asarray(drafted).flat)) > 20  # of 512: texts are no repetitions
+    kept = drafter.surest(jnp.arange(4), best - 4, sure)  # no id of the head is below 0
+    np.testing.assert_array_equal(kept, (best - 4, sure))  # so its product is read
 
 
 def test_rows_are_ranked_by_the_recorded_confidences(file):
@@ -222,6 +221,7 @@ def test_a_file_that_is_no_recording_is_refused(text, tmp_path, capsys):
         ("--target t --drafter d --gsm8k g --requests 2", "--requests without --shape"),
         ("--shape tiny --replay r --batch 2 --texts 1,2", "--texts 2: no --batch or --auto-batch"),
         ("--target t --drafter d --gsm8k g --tau 3", "--tau without --record"),
+        ("--shape tiny-dflash2 --replay r --auto-batch 8", "tiny-dflash2's drafter reads logits"),
         ("--target t --drafter d --gsm8k g --record r --clients 2", "--clients with --record"),
     ],
 )

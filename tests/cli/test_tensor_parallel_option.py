@@ -61,10 +61,6 @@ def test_what_a_shape_does_on_one_device_alone(capsys):
     shape = ["--shape", "tiny", "--tensor-parallel", "2"]
     assert run("bench-rows", shape) == 2
     assert "--tensor-parallel is for a real pair, not for --shape" in capsys.readouterr().err
-    replayed = ["--replay", "recording.json", "--auto-batch", "8"]
-    assert run("bench-serving", [*shape, *replayed]) == 2
-    why = "--auto-batch of a --shape: devices would exchange logits that no real pair does"
-    assert why in capsys.readouterr().err
 
 
 def test_devices_are_compared_if_their_number_is_given(capsys):

@@ -1,7 +1,7 @@
 """A random pair whose acceptances and confidences are those of a recorded pair, step by step.
 
-The work of a step stays: both models run, and their products are read; only the choice of a token
-and the drafter's scores are replaced. No option of a decoding command leads here.
+The work of a step stays: both models run, and their products are read; only what they choose, and
+how sure the drafter is, are replaced. No option of a decoding command leads here.
 
 A token names the recorded step that follows it: its id modulo the number of steps. So the anchor of
 a block tells both models which step is replayed, and the bonus token names the next one.
@@ -18,7 +18,7 @@ from jaxtyping import Array, Int
 from jflash.bench.serving.recording import Recording
 from jflash.layers.passes import Block
 from jflash.models.decoder import Target
-from jflash.models.dflash import Candidates, Drafter
+from jflash.models.dflash import Drafter
 from jflash.pair import Models
 from jflash.rows import PackedBlock
 
@@ -81,26 +81,18 @@ class ReplayTarget(Target):
 
 
 class ReplayDrafter(Drafter):
-    """Its scores have the recorded confidence at each place."""
+    """It is as sure of a draft as the recorded one was at its place."""
 
     recording: Recording
 
-    @property
-    def sure_by_head(self) -> bool:
-        return False
-
-    def candidates(self, hidden, anchor, logits):
-        found = super().candidates(hidden, anchor, logits)
-        assert found.ids is None, "a drafter of the target's vocabulary, of version 1"
-        vocab, places = logits.shape[-1], jnp.arange(logits.shape[1])
+    @nn.nowrap
+    def surest(self, anchor, best, sure):
+        vocab, places = self.config.vocab_size, jnp.arange(best.shape[1])
         table = jnp.asarray(self.recording.confidences, jnp.float32)
-        sure = table[_step_of(self.recording, anchor), : logits.shape[1]]
-        sure = jnp.clip(sure, 2 / vocab, 1 - 1e-6)[..., None]
-        drafted = (_noise(anchor[:, None] * 16 + places) % vocab)[..., None]
-        rest = jnp.log((1 - sure) / (vocab - 1))
-        scores = jnp.where(jnp.arange(vocab) == drafted, jnp.log(sure), rest)
-        # Never the logits, but they are computed and read.
-        return Candidates(None, jnp.where(logits > 1e30, logits, scores))
+        recorded = table[_step_of(self.recording, anchor), : best.shape[1]]
+        drafted = _noise(anchor[:, None] * 16 + places) % vocab
+        made = (best >= 0) & (sure > 0)  # always, but the head's product is computed
+        return jnp.where(made, drafted, best), jnp.where(made, recorded, sure)
 
 
 def replaying(models: Models, recording: Recording) -> Models:

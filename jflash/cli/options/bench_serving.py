@@ -100,10 +100,9 @@ def check(args: Options) -> None:
             refuse(tokens < SHORTEST, f"{named}: at least {SHORTEST}, so that texts have room")
             refuse(tokens >= places, f"{named}: {args.shape} has {places} positions")
     check_shared(args)
-    chosen = not real and args.tensor_parallel > 1 and args.auto_batch
-    refuse(
-        chosen, "--auto-batch of a --shape: devices would exchange logits that no real pair does"
-    )
+    if args.auto_batch and not real:
+        read = model_shape(args.shape).drafter.reads_logits
+        refuse(read, f"--auto-batch: {args.shape}'s drafter reads logits, which no recording has")
     at_least_1(args, "questions", "clients", "max_new_tokens", "repeats", "probes")
     at_least_1(args, "prefill_chunk", "prefill_between")
     refuse(not args.tau > 1, f"--tau {args.tau}: above 1")
