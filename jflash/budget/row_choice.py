@@ -63,11 +63,11 @@ def with_rows(models: Models, rows: int | str | None, batch: int) -> Models:
 
 
 def default_rows(models: Models, batch: int) -> str | None:
-    """AUTO on one GPU, from SMALLEST_BATCH sequences on, and of targets with experts from one on;
+    """AUTO on GPUs, from SMALLEST_BATCH sequences on, and of targets with experts from one on;
     elsewhere all rows. A CPU takes longer to compile and to time several programs than most
-    commands run, and several GPUs were not timed."""
-    one_gpu = models.kernels.attention == "canonical" and models.mesh is None
-    return AUTO if one_gpu and _pays(models, batch) else None
+    commands run."""
+    on_gpus = models.kernels.attention == "canonical"
+    return AUTO if on_gpus and _pays(models, batch) else None
 
 
 def _pays(models: Models, batch: int) -> bool:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from jflash.budget import row_choice, row_times
 from jflash.budget.rounds import Step
@@ -22,6 +23,7 @@ from jflash.budget.row_choice import (
 from jflash.budget.row_times import kept_times
 from jflash.compiled.shape import Shape, new_state
 from jflash.generate import generate, models_for
+from jflash.layers.gather import AXIS
 from jflash.models.decoder import Target
 from jflash.records.kernels import AUTO, XLA
 from jflash.records.specs import MoeSpec
@@ -223,6 +225,8 @@ def test_rows_are_chosen_by_default_on_a_gpu_from_batch_8_on():
     of_gpu = replace(of_cpu, kernels=of_cpu.kernels._replace(attention="canonical"))
     assert default_rows(of_gpu, 8) == AUTO and default_rows(of_gpu, 7) is None
     assert default_rows(of_cpu, 8) is None and of_cpu.kernels.attention == "cpu"
+    mesh = Mesh(np.array(jax.local_devices()[:1]), (AXIS,))
+    assert default_rows(replace(of_gpu, mesh=mesh), 8) == AUTO  # several share the pair
     moe = MoeSpec(num_experts=4, experts_per_token=2, intermediate_size=32, renormalise=True)
     sparse = of_gpu.target.config.with_experts(moe, range(1))
     assert default_rows(replace(of_gpu, target=Target(sparse)), 1) == AUTO

@@ -5,9 +5,12 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from jflash.compiled.shape import Shape
+from jflash.layers.gather import AXIS
 from jflash.memory import tree_bytes
 from jflash.proof.under_load import DRAWN
 from jflash.records.kernels import AUTO, XLA, Kernels
@@ -157,6 +160,8 @@ def test_how_many_are_ahead(pair, monkeypatch):
     monkeypatch.setattr(layouts, "MOST_WEIGHTS", 0)
     found = {n: settled(gpu, layout._replace(shape=Shape.of(n, 256))).ahead for n in (1, 4, 8, 64)}
     assert found == {1: 0, 4: 1, 8: 2, 64: 8}
+    shared = replace(gpu, mesh=Mesh(np.array(jax.local_devices()[:1]), (AXIS,)))
+    assert settled(shared, layout).ahead == 8 and layouts.takes_some(shared)
     shape = Shape.of(4, 256)
     usual = needed(pair.models, shape, 2).others
     monkeypatch.setattr(layouts, "takes_some", lambda models: True)

@@ -27,7 +27,7 @@ on it, but for a seed's draws under --draft-rule sampled; default: the pair's dt
 WIDTH = "default: the drafter's; without one 1"
 ROWS = """rows that a step verifies, of all blocks together, by the drafter's confidence, or with
 recurrent layers as many of each block. auto: from batch 8 on, with experts always, as many as pay
-where no text depends on it; default: auto on one GPU from batch 8 on and with experts, else all"""
+where no text depends on it; default: auto on GPUs from batch 8 on and with experts, else all"""
 SHARED = "devices of this host that share {}, default 1"
 EXPERTS = "each device has some columns of every expert (default), or some experts whole"
 RULE = "at a temperature: drafts are the drafter's best tokens, or drawn from it (default)"
