@@ -15,7 +15,7 @@ GOALS = {  # tokens a second, by the kind of case and the batch
 }
 NAMES = {
     ("forced", None): "{shape}, {tau:.2f} tokens a step, {requests} requests",
-    ("forced", "auto"): "the same, rows chosen",
+    ("forced", "auto"): "the same, rows chosen, {requests} requests",
     ("questions", None): "{target}, GSM8K, through the engine",
     ("questions", "auto"): "the same, rows chosen",
 }

@@ -253,7 +253,7 @@ def test_every_table_shows_its_numbers(results):
             "| 7 texts beside one in a form, share of those beside a plain one | 8 |  |  "
             "| 900 (45.0 %) | 75.0 % |",
             "| qwen3-8b, 6.00 tokens a step, 32 requests | 8 | 5,600 | 70 | 4,321 | 50.0 % |\n"
-            "| the same, rows chosen | 8 |  |  | 4,321 | 50.0 % |\n"
+            "| the same, rows chosen, 32 requests | 8 |  |  | 4,321 | 50.0 % |\n"
             "| qwen3-8b, 6.00 tokens a step, rows chosen, 3 at once | 8 slots |  |  | 988 "
             "| 50.0 % |\n"
             "| first token, empty | 8 | ≤ 25 ms |  | 20.0 ms |  |\n"
