@@ -160,6 +160,7 @@ def test_the_last_line_names_the_host_that_ended(address, lost, what, why):
     ends_with(left, gone, what, why)
 
 
+@pytest.mark.long
 def test_a_program_over_the_hosts_that_fails_names_the_lost_one(address):
     """The exchange with the lost host is an error at once, with a trace that names nobody."""
     steps = OTHER.replace("    hosts.gathered({}, 2)\n", STEPS)

@@ -59,6 +59,7 @@ def test_every_module_and_the_pair_are_in_the_wheel(installed):
     assert "jflash = jflash.cli.main:main" in entry.read_text()
 
 
+@pytest.mark.long
 def test_it_decodes_the_default_prompt_in_an_empty_folder(installed, as_users, tmp_path):
     """The console command's own line, with the embedded pair as its default: tokens and acceptance
     lengths are those of the day when the pair shipped."""

@@ -274,6 +274,7 @@ def test_two_devices_choose_rows_without_a_logit():
     assert "75968]" not in program.hlo and "151936]" not in program.hlo
 
 
+@pytest.mark.long
 def test_two_devices_that_push_many_rows_add_and_norm_them_where_they_land():
     """The outputs of attention and of the MLP, which is one kernel, in both layers."""
     program, bound = on_two(models_of(SMALL), batch=32)

@@ -53,6 +53,7 @@ def test_no_bit_changes_where_several_are_brought_at_once(pair):
         assert mine.token_ids == own.token_ids and mine.logprobs == own.logprobs
 
 
+@pytest.mark.long
 def test_states_that_are_not_cleared_are_noticed(pair, monkeypatch):
     """Slots are filled again, so that a text would begin with another one's state."""
     requests = asked(tuple(range(20, 32)))

@@ -253,7 +253,7 @@ def own_config(made: Path) -> Drafter2Config:
     return own
 
 
-def test_the_command_trains_one(made):
+def trained(made: Path) -> None:
     curve = json.loads(made.with_name("made-work").joinpath("training/curve.json").read_text())
     assert curve[-1]["loss"] < curve[0]["loss"] and curve[-1]["tau"] >= 1
     config = json.loads((made / "config.json").read_text())
@@ -261,8 +261,14 @@ def test_the_command_trains_one(made):
     assert own_config(made).selector_top_k == 16
 
 
+@pytest.mark.long
+def test_the_command_trains_one(made):
+    trained(made)
+
+
 @needs(PYTHON)
 def test_the_reference_loads_what_was_trained(made):
+    trained(made)
     judge = run_reference("-c", JUDGE, made)
     own = own_config(made)
     assert json.loads(judge.stdout.splitlines()[-1]) == {
