@@ -2,7 +2,8 @@
 
 A call is `<tool_call>{"name": …, "arguments": {…}}</tool_call>`. Its arguments are given as they
 come if the name stands before them, and else once it is whole. Text between the marks that is no
-call stays text. Within a string of JSON a mark is a part of the string.
+call stays text, and white space between two calls, before the first or after the last is none.
+Within a string of JSON a mark is a part of the string.
 """
 
 import re
@@ -33,6 +34,7 @@ class Tools:
         self._held, self._calls = "", Calls(most)
         self._inside = self._begun = False  # of a call; its arguments have begun
         self._strings, self._read = Strings(), 0  # of its text, of which so much was read
+        self._blank: str | None = ""  # since the beginning or a call; None once there is text
 
     @property
     def count(self) -> int:
@@ -48,12 +50,13 @@ class Tools:
                 if not opened:
                     end = len(before) - (0 if last else held_back(before, [OPEN]))
                     self._held = before[end:]
-                    return text + before[:end], parts
-                text, self._held, self._inside = text + before, inside, True
+                    return text + self._said(before[:end], last), parts
+                text, self._held, self._inside = text + self._said(before), inside, True
                 self._strings, self._read = Strings(), 0
             if not self._begun and (head := _head(self._held)) is not None:
                 name, end = head
                 parts += self._calls.begin(name)
+                self._blank = ""
                 self._begun, self._held, self._strings = True, self._held[end:], Strings()
             if self._begun:
                 end, closed = self._strings.until(CLOSE, self._held, last)
@@ -68,10 +71,20 @@ class Tools:
                 return text, parts
             call = _call(body)
             if call is None:
-                text += OPEN + body + closed
+                text += self._said(OPEN + body + closed)
             else:
                 parts += self._calls.whole(call.name, bytes(call.arguments).decode())
+                self._blank = ""
             self._held, self._inside = rest, False
+
+    def _said(self, text: str, last: bool = False) -> str:
+        """What can be given of the text outside of calls: white space waits for other text."""
+        if self._blank is None:
+            return text
+        text = self._blank + text
+        waits = not text.strip() and (self.count > 0 or not last)
+        self._blank = text if waits else None
+        return "" if waits else text
 
     def _closed(self, last: bool) -> tuple[str, str, str]:
         """The text before the mark that closes a call, the mark or nothing, and the text after it.

@@ -165,12 +165,13 @@ X, A, D = ("two", '{"x": "a"}'), ("one", '{"a": [{}, "b c"]}'), ("one", '{"d":  
     ("text", "finish", "said", "calls"),
     [
         (f"so{CALL}and {OTHER}{LATE}{CALL}so<end>", "stop", "soand so", [X, A, D, X]),
+        (f"\n{CALL}\n{CALL}\n<end>", "stop", "", [X, X]),
         (f"{OTHER}<tool_call>none</tool_call><end>", "stop", "<tool_call>none</tool_call>", [A]),
         (CALL + OTHER.partition('"b')[0], "length", "", [X, ("one", '{"a": [{}, ')]),
         (CALL + OTHER.removesuffix("}</tool_call>"), "length", "", [X, A]),
         (CALL + LATE[:-30], "length", LATE[:-30], [X]),
     ],
-    ids=["several", "no call", "cut within", "cut after", "cut before the name"],
+    ids=["several", "lines", "no call", "cut within", "cut after", "cut before the name"],
 )
 def test_streamed_calls_are_those_of_the_whole_answer(
     engine, sdk, text, finish, said, calls, monkeypatch
