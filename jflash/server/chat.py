@@ -16,7 +16,7 @@ from jflash.server.conversation import (
     begins_inside,
     call_body,
     call_delta,
-    must_call,
+    callable_tools,
     prompt_text,
     reader,
     thought_counter,
@@ -58,9 +58,9 @@ async def chat(request: HttpRequest) -> Response:
     prompt = await service.beside(len(asked.messages), write)
     ids = await service.prompt(prompt, False, "messages")
     one_call = asked.parallel_tool_calls is False
-    must = must_call(service, tools, choice)
+    may, must = callable_tools(service, tools, choice)
     form = answer_form(
-        asked, asked.response_format, "response_format", must, service.call_marks, one_call
+        asked, asked.response_format, "response_format", may, must, service.call_marks, one_call
     )
     if asked.top_logprobs and not asked.logprobs:
         raise invalid("top_logprobs", "needs logprobs")

@@ -124,14 +124,15 @@ class Reader:
         return self._tools is not None and self._tools.count > 0
 
 
-def must_call(
+def callable_tools(
     service: Service, tools: list[dict[str, Any]] | None, choice: str | dict[str, Any] | None
-) -> list[dict[str, Any]]:
-    """The tools of which one must be called; ApiError where no grammar can see to it."""
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The tools that may be called in place of a text, and those of which one must be; ApiError
+    where no grammar can see to it. Calls of harmony's format come before its texts."""
     must = forced(tools, choice)
     if must and service.harmony:
         raise unsupported("tool_choice", "calls of gpt-oss's form cannot be forced: give auto")
-    return must
+    return [] if service.harmony else tools or [], must
 
 
 def begins_inside(service: Service, prompt: str, names: dict[str, Any], form: Form | None) -> bool:

@@ -103,24 +103,34 @@ def answer_form(
     asked: Asked,
     response_format: Mapping[str, Any] | None,
     param: str,
+    tools: Sequence[Mapping[str, Any]],
     forced: Sequence[Mapping[str, Any]],
     marks: tuple[str, str],
     one_call: bool,
 ) -> Form | None:
-    """The form of the answer: that of a forced call, or what `form_of` finds.
+    """The form of the answer: that of a forced call, or what `form_of` finds. OpenAI's
+    `response_format` is the form of the text alone, in whose place one of the `tools` may be
+    called; the other fields leave no place for a call.
 
     `marks` are those before and after a call, as Lark writes them.
     """
     form = form_of(asked, response_format, param)
-    if not forced:
+    of_text = form is not None and form.param.startswith(param)
+    if forced:
+        if form is not None and not of_text:
+            raise invalid(form.param, "tool_choice forces a call, which has a form already")
+        return Form("grammar", f"start: {_calls(forced, marks, one_call)}", "tools")
+    if form is None or not of_text or not tools:
         return form
-    if form is not None:
-        raise invalid(form.param, "tool_choice forces a call, which has a form already")
-    return _calls(forced, marks, one_call)
+    # Of a call that is not forced the arguments are the model's, with a form of the text or not.
+    free = [{"function": {"name": tool["function"]["name"]}} for tool in tools]
+    text = _json(msgspec.json.decode(form.text), lenient=form.kind == "lenient_json_schema")
+    ways = f"start: text | calls\ntext: {text}\ncalls: {_calls(free, marks, one_call)}"
+    return Form("grammar", ways, form.param)
 
 
-def _calls(tools: Sequence[Mapping[str, Any]], marks: tuple[str, str], one_call: bool) -> Form:
-    """At least one call of one of the tools, and nothing else."""
+def _calls(tools: Sequence[Mapping[str, Any]], marks: tuple[str, str], one_call: bool) -> str:
+    """At least one call of one of the tools, and nothing else, and the rules that this names."""
     ways = []
     for place, tool in enumerate(tools):
         function = tool["function"]
@@ -130,12 +140,16 @@ def _calls(tools: Sequence[Mapping[str, Any]], marks: tuple[str, str], one_call:
         properties = {"name": {"const": function["name"]}, "arguments": arguments}
         way = {"type": "object", "properties": properties, "required": [*properties]} | NO_OTHER
         ways.append(way)
-    options = {"whitespace_pattern": WHITE_SPACE, "lenient": True}
-    schema = msgspec.json.encode({"anyOf": ways, "x-guidance": options}).decode()
     opens, closes = marks
     more = "" if one_call else ' ("\\n" call)*'
-    text = f'start: call{more}\ncall: {opens} "\\n" body "\\n" {closes}\nbody: %json {schema}'
-    return Form("grammar", text, "tools")
+    body = _json({"anyOf": ways}, lenient=True)
+    return f'call{more}\ncall: {opens} "\\n" body "\\n" {closes}\nbody: {body}'
+
+
+def _json(schema: dict[str, Any], lenient: bool) -> str:
+    """A schema as a part of a grammar."""
+    options = {"whitespace_pattern": WHITE_SPACE, "lenient": lenient}
+    return f"%json {msgspec.json.encode(schema | {'x-guidance': options}).decode()}"
 
 
 def _moved(schema: Any, to: str) -> Any:

@@ -17,7 +17,7 @@ from jflash.server.answers import Step, Usage, steps
 from jflash.server.conversation import (
     Reader,
     begins_inside,
-    must_call,
+    callable_tools,
     prompt_text,
     reader,
     thought_counter,
@@ -53,9 +53,15 @@ async def responses(request: HttpRequest) -> Response:
     prompt = await service.beside(len(messages), write)
     ids = await service.prompt(prompt, False, "input")
     one_call = asked.parallel_tool_calls is False
-    must = must_call(service, tools, choice)
+    may, must = callable_tools(service, tools, choice)
     form = answer_form(
-        asked, (asked.text or {}).get(FORMAT), "text.format", must, service.call_marks, one_call
+        asked,
+        (asked.text or {}).get(FORMAT),
+        "text.format",
+        may,
+        must,
+        service.call_marks,
+        one_call,
     )
     requests = requests_of(
         service, asked, [ids], max_tokens=asked.max_output_tokens, limit_name="max_output_tokens",

@@ -118,3 +118,43 @@ def test_the_schema_true_is_any_json_and_false_is_none(client, grammar):
     error = refused.json()["error"]
     assert refused.status_code == 400 and error["param"] == "guided_json"
     assert "false allows no text" in error["message"]
+
+
+FLAG = {"type": "object", "required": ["v"], **LEAF}
+TEXT = {"type": "json_schema", "json_schema": {"name": "x", "schema": FLAG}}
+
+
+def test_the_form_of_the_text_leaves_calls_to_the_model(client, grammar):
+    """On both routes, as frameworks ask for each turn of an agent that ends with a form."""
+    tools = [tool("one", LEAF), tool("two", {})]
+    one, two = called("one", '{"v":1,"w":[]}'), called("two", "{}")
+    form = grammar(tools=tools, response_format=TEXT)
+    for text in ('{"v":true}', one, two, f"{one}\n{two}"):
+        assert takes(form, text), text
+    for text in ('{"v":1}', "{}", "so", called("three", "{}"), f'{one}\n{{"v":true}}'):
+        assert not takes(form, text), text
+    single = grammar(tools=tools, response_format=TEXT, parallel_tool_calls=False)
+    assert takes(single, one) and not takes(single, f"{one}\n{two}")
+    must = grammar(tools=tools, response_format=TEXT, tool_choice="required")
+    assert takes(must, two) and not takes(must, '{"v":true}')
+    for how in ({"tool_choice": "none", "response_format": TEXT}, {"guided_json": FLAG}):
+        form = grammar(tools=tools, **how)
+        assert takes(form, '{"v":true}') and not takes(form, two)
+    wrong = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "q"}}}
+    body = {"messages": MESSAGES, "tools": tools, "response_format": wrong}
+    error = client.post(CHAT, json=body).json()["error"]
+    assert error["param"] == "response_format.json_schema.schema"
+
+
+def test_a_form_of_the_text_beside_calls_that_are_items(client, engine):
+    engine.text = f"</think>{called('two', '{}')}<end>"
+    flat = [{"type": "function", "name": "two", "parameters": {}}]
+    body = {
+        "input": "abc",
+        "tools": flat,
+        "text": {"format": {"type": "json_schema"} | TEXT["json_schema"]},
+    }
+    [item] = client.post("/v1/responses", json=body).json()["output"]
+    assert item["type"] == "function_call"
+    assert takes(engine.asked[-1].grammar, called("two", "{}"))
+    assert takes(engine.asked[-1].grammar, '{"v":false}')
