@@ -58,7 +58,8 @@ class Output:
         used = self._usage
         return {
             "input_tokens": used.prompt,
-            "input_tokens_details": {"cached_tokens": used.cached},
+            # To write costs nothing of its own here, as it does in some of OpenAI's prices.
+            "input_tokens_details": {"cached_tokens": used.cached, "cache_write_tokens": 0},
             "output_tokens": used.new,
             "output_tokens_details": {
                 "accepted_prediction_tokens": used.accepted,

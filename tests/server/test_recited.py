@@ -217,6 +217,24 @@ def test_streamed_calls_are_those_of_the_whole_answer(
     assert done == [arguments for _, arguments in calls] and len(deltas) > 2 * len(calls)
 
 
+@pytest.mark.parametrize(("rest", "finish"), [(f"so{CALL}<end>", "stop"), ("so", "length")])
+def test_each_record_has_all_fields_that_the_sdks_has(engine, sdk, rest, finish, monkeypatch):
+    """Which the SDK itself does not check: who reads one that is not there meets an error."""
+    engine.text = f"hm</think>{rest}"
+    monkeypatch.setattr(engine, "finish", finish)
+    chat: dict[str, Any] = {"model": "small", "messages": MESSAGES, "tools": TOOLS}
+    flat: dict[str, Any] = {"model": "small", "input": "abc", "tools": FLAT}
+    options = {"include_usage": True}
+    for record in (
+        sdk.chat.completions.create(**chat),
+        *sdk.chat.completions.create(**chat, stream=True, stream_options=options),
+        sdk.completions.create(model="small", prompt="abc"),
+        sdk.responses.create(**flat),
+        *sdk.responses.create(**flat, stream=True),
+    ):
+        type(record).model_validate(record.to_dict(warnings=False))
+
+
 @pytest.mark.parametrize(
     "choice",
     [
