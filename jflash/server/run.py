@@ -23,6 +23,10 @@ LOOK_EVERY = 0.5  # seconds between two looks at the engine
 SOON = 0.1  # seconds, as often as uvicorn looks
 LAST_WORDS = 2.0  # seconds for a server that ends to end its answers with the error
 HEADER_BYTES = 64 * 1024  # of a request's head
+# Seconds for which a connection may be idle, longer than clients keep one for their next request:
+# Go's 90, aiohttp's 15, and OpenAI's SDK 5, which is also what uvicorn's own are. Who writes into
+# one that closes is reset, and cannot know whether its request has begun.
+IDLE_SECONDS = 120
 SWITCH = 0.0001  # Python's default lets the engine's thread wait 5 ms at each of its system calls
 
 
@@ -74,7 +78,7 @@ def server_of(app: Starlette, shutdown_timeout: float) -> uvicorn.Server:
     sys.setswitchinterval(SWITCH)
     config = uvicorn.Config(
         app, http=_protocol(), log_config=None, access_log=False, server_header=False,
-        lifespan="off",
+        lifespan="off", timeout_keep_alive=IDLE_SECONDS,
         timeout_graceful_shutdown=math.ceil(shutdown_timeout + LAST_WORDS),
         h11_max_incomplete_event_size=HEADER_BYTES,
     )  # fmt: skip

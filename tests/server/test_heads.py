@@ -3,7 +3,9 @@
 import asyncio
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from queue import SimpleQueue
+from typing import Any
 
 import pytest
 from starlette.applications import Starlette
@@ -97,6 +99,22 @@ def test_a_stream_to_a_client_of_http_1_0_has_no_chunks(address):
     with socket.create_connection(address) as client:
         client.sendall(b"GET /stream HTTP/1.1\r\nhost: x\r\n\r\n")
         assert b"\r\n\r\n4\r\none\n\r\n4\r\ntwo\n\r\n0\r\n" in read(client, b"\r\n0\r\n")
+
+
+def test_an_idle_connection_stays_longer_than_clients_keep_it(address, monkeypatch):
+    """Those of Go keep one for 90 seconds. The server's own clock says when it would close it."""
+    closes, later = SimpleQueue[float](), asyncio.BaseEventLoop.call_later
+
+    def heard(loop: asyncio.BaseEventLoop, seconds: float, work: Callable, *args: Any, **how: Any):
+        if getattr(work, "__name__", "") == "timeout_keep_alive_handler":
+            closes.put(seconds)
+        return later(loop, seconds, work, *args, **how)
+
+    monkeypatch.setattr(asyncio.BaseEventLoop, "call_later", heard)
+    with socket.create_connection(address) as client:
+        client.sendall(request(b"ab"))
+        assert read(client, b"\r\n\r\n2").startswith(b"HTTP/1.1 200")
+        assert closes.get(timeout=20) > 90
 
 
 def test_a_request_hears_of_its_clients_end_while_another_one_waits_behind_it(address):
