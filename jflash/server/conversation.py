@@ -1,5 +1,7 @@
 """Messages through the model's chat template, and the parts of an answer: thoughts, text, calls."""
 
+import contextlib
+import itertools
 import uuid
 from collections.abc import Sequence
 from typing import Any
@@ -32,6 +34,7 @@ def prompt_text(
 ) -> str:
     """The prompt up to the beginning of the answer; the template reads `names`.
 
+    Where the template refuses them, the messages of the system at the beginning are one.
     ApiError for a message that cannot be read, by its place in the request: that in the list
     `param` unless `places` are given.
     """
@@ -41,11 +44,24 @@ def prompt_text(
         )
     places = [f"{param}[{i}]" for i in range(len(messages))] if places is None else places
     turns = [_turn(*each) for each in zip(messages, places, strict=True)]
-    given = {"tools": tools} if tools else {}
+    given = names | ({"tools": tools} if tools else {})
     try:
-        return through_template(service.tokenizer, turns, **given, **names)
+        return through_template(service.tokenizer, turns, **given)
     except ValueError as error:
-        raise invalid(param, str(error)) from None
+        refused = invalid(param, str(error))
+    # Qwen3.5's template, for one, takes one message of the system, and agents send several.
+    if len(joined := _with_one_system(turns)) < len(turns):
+        with contextlib.suppress(ValueError):
+            return through_template(service.tokenizer, joined, **given)
+    raise refused
+
+
+def _with_one_system(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The turns, those of the system with which they begin as one."""
+    first = list(itertools.takewhile(lambda turn: turn["role"] == "system", turns))
+    if len(first) < 2:
+        return turns
+    return [first[0] | {"content": "\n\n".join(x["content"] for x in first)}, *turns[len(first) :]]
 
 
 def _turn(message: Message, where: str) -> dict[str, Any]:

@@ -17,6 +17,10 @@ TURNS = (  # each in brackets: role, thoughts, text, calls
     ",{{ m.content }}{% for c in m.tool_calls or [] %},{{ c.function.name }}{% endfor %}]"
     "{% endfor %}{# tools #}"
 )
+ONE_SYSTEM = (  # as Qwen3.5's template
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+    "{{ raise_exception('it is not at the beginning') }}{% endif %}{% endfor %}"
+)
 NAMES = ("one", "two")
 FLAT: list = [{"type": "function", "name": name, "parameters": {}} for name in NAMES]
 THOUGHTS = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}]}
@@ -101,6 +105,24 @@ def test_a_template_of_channels_gets_each_call_in_a_turn_of_its_own():
         items = [ASKS, SAYS, THOUGHTS, ONE, TWO]
         assert client.post(RESPONSES, json={"input": items}).status_code == 200
     assert engine.prompt() == "[u:,abc][a:,so][a:hm,,one][a:,,two]"
+
+
+def test_a_template_of_one_system_message_gets_those_at_the_beginning_as_one():
+    """Instructions and a developer's message, as agents send them. Other templates get each."""
+    first, second = {"role": "system", "content": "ab"}, {"role": "developer", "content": "cd"}
+    flat = {"instructions": "ab", "input": [second, ASKS]}
+    for begins, system in (("", "[s:,ab][s:,cd]"), (ONE_SYSTEM, "[s:,ab\n\ncd]")):
+        tokenizer = letters_tokenizer()
+        tokenizer.chat_template = begins + TURNS
+        engine = Reciting(tokenizer)
+        engine.text = "a<end>"
+        with client_of(engine, END) as client:
+            for route, body in ((RESPONSES, flat), (CHAT, {"messages": [first, second, ASKS]})):
+                assert client.post(route, json=body).status_code == 200
+                assert engine.prompt() == f"{system}[u:,abc]"
+            late = client.post(CHAT, json={"messages": [first, second, ASKS, second]})
+            assert late.status_code == (400 if begins else 200)
+            assert not begins or late.json()["error"]["param"] == "messages"
 
 
 @pytest.mark.parametrize(
