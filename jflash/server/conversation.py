@@ -68,6 +68,8 @@ def _turn(message: Message, where: str) -> dict[str, Any]:
     """A message as templates read it."""
     if message.role not in ROLES:
         raise invalid(f"{where}.role", f"{message.role!r} is none of {', '.join(ROLES)}")
+    if message.function_call is not None:
+        raise unsupported(f"{where}.function_call", "give tool_calls")
     calls = message.tool_calls or []
     content = message.refusal if message.content is None else message.content
     if content is None and not calls:

@@ -123,6 +123,7 @@ class Message(Struct, kw_only=True):
     reasoning_content: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    function_call: Any = None  # what calls were before tool_calls
 
 
 class Chat(Asked, kw_only=True):

@@ -393,6 +393,15 @@ CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/response
             "messages[0].content[0].type",
             "unsupported_parameter",
         ),
+        *(
+            (
+                CHAT,
+                {"messages": [{"role": "assistant", "content": x, "function_call": {"name": "f"}}]},
+                "messages[0].function_call",
+                "unsupported_parameter",
+            )
+            for x in ("x", None)
+        ),
         (CHAT, {"max_tokens": "9"}, "max_tokens", "invalid_type"),
         (CHAT, {"max_tokens": 0}, "max_tokens", "invalid_value"),
         (CHAT, {"max_completion_tokens": 0}, "max_completion_tokens", "invalid_value"),
