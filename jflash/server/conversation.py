@@ -34,7 +34,7 @@ def prompt_text(
 ) -> str:
     """The prompt up to the beginning of the answer; the template reads `names`.
 
-    Where the template refuses them, the messages of the system at the beginning are one.
+    Where the template takes only one, the messages of the system at the beginning are one.
     ApiError for a message that cannot be read, by its place in the request: that in the list
     `param` unless `places` are given.
     """
@@ -44,12 +44,14 @@ def prompt_text(
         )
     places = [f"{param}[{i}]" for i in range(len(messages))] if places is None else places
     turns = [_turn(*each) for each in zip(messages, places, strict=True)]
+    if service.harmony:  # gpt-oss's template leaves out those after the first
+        turns = _with_one_system(turns)
     given = names | ({"tools": tools} if tools else {})
     try:
         return through_template(service.tokenizer, turns, **given)
     except ValueError as error:
         refused = invalid(param, str(error))
-    # Qwen3.5's template, for one, takes one message of the system, and agents send several.
+    # Qwen3.5's template, for one, refuses several, which agents send.
     if len(joined := _with_one_system(turns)) < len(turns):
         with contextlib.suppress(ValueError):
             return through_template(service.tokenizer, joined, **given)

@@ -107,6 +107,19 @@ def test_a_template_of_channels_gets_each_call_in_a_turn_of_its_own():
     assert engine.prompt() == "[u:,abc][a:,so][a:hm,,one][a:,,two]"
 
 
+def test_a_template_of_channels_gets_all_instructions():
+    """That of gpt-oss reads the first message of the system, and leaves the next ones out."""
+    tokenizer = harmony_tokenizer()
+    tokenizer.chat_template = "{{ messages[0].content }}{# <|channel|> #}"
+    engine = Reciting(tokenizer)
+    engine.text = "a<end>"
+    with client_of(engine, END) as client:
+        items = [{"role": "developer", "content": "cd"}, ASKS]
+        body = {"instructions": "ab", "input": items}
+        assert client.post(RESPONSES, json=body).status_code == 200
+    assert engine.prompt() == "ab\n\ncd"
+
+
 def test_a_template_of_one_system_message_gets_those_at_the_beginning_as_one():
     """Instructions and a developer's message, as agents send them. Other templates get each."""
     first, second = {"role": "system", "content": "ab"}, {"role": "developer", "content": "cd"}
