@@ -19,7 +19,8 @@ from jflash.evals.answer_check import check_answer, load
 from jflash.evals.code_execution import passes, program
 from jflash.evals.datasets import Problem
 from jflash.evals.folder import read_answers
-from jflash.evals.summary import PARTS, Record
+from jflash.evals.record import PARTS
+from jflash.evals.summary import Record
 from jflash.generate import Generation, Pair
 from jflash.io.text import before_stop
 from jflash.pair import Models

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from jflash.evals.record import missing
 from jflash.system.files import make_folder, write_json, write_text
 from jflash.system.lines import read_lines
 from jflash.system.locks import locked
@@ -164,12 +165,13 @@ def _once(files: Sequence[Path]) -> list[dict[str, Any]]:
     answers: dict[tuple[int, int], dict[str, Any]] = {}
     lines = ((file, number, r) for file in files for number, r in enumerate(read_lines(file), 1))
     for file, number, record in lines:
-        try:
-            first = answers.setdefault((record["index"], record["turn"]), record)
-            same = first["token_ids"] == record["token_ids"]
-        except (KeyError, TypeError):
-            raise ValueError(f"{file} line {number} is no answer: try --overwrite") from None
-        if not same:
+        if (lacking := missing(record)) is not None:
+            raise ValueError(
+                f"{file} line {number} is no answer, {lacking} is missing or of another kind: "
+                "the command that wrote the file makes a line anew that is removed"
+            )
+        first = answers.setdefault((record["index"], record["turn"]), record)
+        if first["token_ids"] != record["token_ids"]:
             raise ValueError(
                 f"{file} has two different answers to problem {record['index']}, turn "
                 f"{record['turn']}: give another --output, or --overwrite"

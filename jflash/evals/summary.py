@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jflash.acceptance import by_ending, ending
+from jflash.evals.record import PARTS
 from jflash.generate import Generation, Seconds
 
 Record = dict[str, Any]
@@ -16,7 +17,6 @@ Record = dict[str, Any]
 Z = 1.959964  # of a 95 % interval
 DECILES = 10
 SHOWN_DIFFERENCES = 20
-PARTS = ("compile", "prefill", "decode")  # of an answer's seconds
 
 
 def generation(record: Record) -> Generation:

@@ -4,9 +4,14 @@ import json
 
 import pytest
 
-from jflash.evals.folder import ALIKE, finished_answers, open_folder
+from jflash.evals.folder import ALIKE, finished_answers, open_folder, read_answers
 
 SETTINGS = dict.fromkeys(ALIKE, 0) | {"draft_rule": "greedy"}
+ANSWER = {
+    **{"index": 0, "turn": 0, "check": {"rule": "boxed", "correct": True}, "text": "7"},
+    **{"prompt_tokens": 3, "token_ids": [7, 2], "acceptance_lengths": [1]},
+    **{"finish_reason": "stop", "seconds": {"compile": 0.0, "prefill": 0, "decode": 0.5}},
+}
 
 
 @pytest.mark.parametrize(
@@ -33,3 +38,30 @@ def test_a_link_to_a_folder_to_come_is_followed(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "far" / "run")
     with open_folder(tmp_path / "link", SETTINGS, overwrite=False):
         assert json.loads((tmp_path / "far/run/run.json").read_text()) == SETTINGS
+
+
+@pytest.mark.parametrize(
+    ("change", "lacking"),
+    [
+        *(({name: None}, name) for name in ANSWER if name != "check"),
+        ({"index": "0"}, "index"),
+        ({"token_ids": []}, "token_ids"),
+        ({"acceptance_lengths": [1, "x"]}, "acceptance_lengths"),
+        ({"check": 3}, "check"),
+        ({"check": {"correct": True}}, "check"),
+        ({"seconds": {"compile": 0, "decode": 0}}, "seconds of prefill"),
+    ],
+)
+def test_a_line_that_lacks_what_a_summary_reads_is_named(tmp_path, change, lacking):
+    """It was a KeyError, after the models were loaded and the other answers made."""
+    file = tmp_path / "answers.jsonl"
+    file.write_text(json.dumps(ANSWER) + "\n")
+    assert read_answers(file) == [ANSWER]
+    with file.open("a") as more:
+        more.write(json.dumps(ANSWER | {"index": 1, "check": None} | change) + "\n")
+    with pytest.raises(ValueError, match=f"line 2 is no answer, {lacking} is missing or of"):
+        read_answers(file)
+    without = {name: value for name, value in ANSWER.items() if name not in change}
+    file.write_text(json.dumps(without) + "\n")
+    with pytest.raises(ValueError, match=f"line 1 is no answer, {next(iter(change))} is missing"):
+        read_answers(file)

@@ -1,0 +1,32 @@
+"""What an answer's line must hold, before anything reads it: somebody may have edited the file."""
+
+from typing import Any
+
+PARTS = ("compile", "prefill", "decode")  # of an answer's seconds
+KINDS = {
+    **{"index": int, "turn": int, "text": str, "prompt_tokens": int, "finish_reason": str},
+    "seconds": dict,
+}
+
+
+def missing(record: Any) -> str | None:
+    """The name of the first thing that a record lacks, or has as something else; None if none."""
+    if not isinstance(record, dict):
+        return "every field"
+    for name, kind in KINDS.items():
+        if type(record.get(name)) is not kind:
+            return name
+    for name, least in (("token_ids", 1), ("acceptance_lengths", 0)):
+        value = record.get(name)
+        if not isinstance(value, list) or len(value) < least:
+            return name
+        if any(type(i) is not int for i in value):
+            return name
+    for part in PARTS:
+        if type(record["seconds"].get(part)) not in (int, float):
+            return f"seconds of {part}"
+    check = record.get("check", ())  # None of what is not judged
+    judged = isinstance(check, dict) and isinstance(check.get("rule"), str)
+    if check is not None and not (judged and isinstance(check.get("correct"), bool)):
+        return "check"
+    return None
