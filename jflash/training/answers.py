@@ -6,6 +6,7 @@ Each answer goes to disk when it comes, so that a killed run loses only what was
 import glob
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -72,9 +73,21 @@ def answer_into(
 def read_answers(file: Path) -> dict[int, list[int]]:
     """Answers by index, without a last line that a kill cut short; ValueError for another line."""
     answers = {}
-    for line in read_lines(file):
-        try:
-            answers[line["index"]] = line["answer_ids"]
-        except (KeyError, TypeError):
-            raise ValueError(f"{file} has a line that is no answer: {str(line)[:60]}") from None
+    for number, line in enumerate(read_lines(file), 1):
+        if not _is_answer(line):
+            raise ValueError(
+                f"{file} line {number} is no answer: {str(line)[:60]}; the command that wrote the "
+                "file makes a line anew that is removed"
+            )
+        answers[line["index"]] = line["answer_ids"]
     return answers
+
+
+def _is_answer(line: Any) -> bool:
+    """Whether a line has the number of a job and token ids, at least one."""
+    if not isinstance(line, dict) or type(line.get("index")) is not int or line["index"] < 0:
+        return False
+    ids = line.get("answer_ids")
+    if not isinstance(ids, list) or not ids:
+        return False
+    return all(type(i) is int and 0 <= i < 2**31 for i in ids)

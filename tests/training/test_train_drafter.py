@@ -445,9 +445,11 @@ def test_half_a_line_is_taken_off(tmp_path):
         pass
     assert read_answers(file) == {3: [1, 2]}
     assert file.read_text() == whole
-    for other in ('{"text": "x"}\n', "[1]\n"):
-        file.write_text(whole + other)
-        with pytest.raises(ValueError, match=r"answers.jsonl has a line that is no answer"):
+    wrong = [{"text": "x"}, [1], {"index": "4", "answer_ids": [1]}]  # '4' < 5 was a TypeError
+    wrong += [{"index": 4, "answer_ids": ids} for ids in ("x", [], [1.5], [2**40], None)]
+    for other in map(json.dumps, wrong):
+        file.write_text(f"{whole}{other}\n")
+        with pytest.raises(ValueError, match=r"answers.jsonl line 2 is no answer: .* is removed"):
             read_answers(file)
 
 
