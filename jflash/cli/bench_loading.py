@@ -13,6 +13,7 @@ from jflash.bench.loading import measured, write_random
 from jflash.bench.shapes import model_shape
 from jflash.cli.benchmark import call
 from jflash.cli.command import Options
+from jflash.cli.interrupts import sigterm_cleans_up
 from jflash.system.sources import same_paths
 
 SAME = ("device", "versions", "xla_flags", "date")  # of all loads
@@ -29,7 +30,8 @@ def run(args: Options) -> Iterator[dict[str, Any]]:
     config = replace(config, layers=config.layers[: args.layers])
     result: dict[str, Any] = {"shape": args.shape, "layers": config.num_layers}
     result |= {"experts_over": args.experts_over, "loads": []}
-    with tempfile.TemporaryDirectory(prefix="jflash-loading-", dir=args.folder) as name:
+    place = tempfile.TemporaryDirectory(prefix="jflash-loading-", dir=args.folder)
+    with sigterm_cleans_up(), place as name:
         folder = Path(name)
         write_random(folder / "safetensors", config)
         for form in args.forms:

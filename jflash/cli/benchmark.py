@@ -25,6 +25,7 @@ from jflash.bench.steps.report import (
 )
 from jflash.checks import check_request
 from jflash.cli.command import BAD_INPUT, Options
+from jflash.cli.interrupts import sigterm_cleans_up
 from jflash.cli.options.results import chosen_backends
 from jflash.cli.options.values import refuse
 from jflash.cli.prompts import Prompt, encode, read_prompts
@@ -143,6 +144,7 @@ def run_stage(stage: str, task_file: Path, result_file: Path) -> None:
     result_file.write_text(json.dumps(result), encoding="utf-8")
 
 
+@sigterm_cleans_up()
 def measure(task: Task, with_memory: bool) -> dict[str, Any]:
     """A case: timed by one process, compiled again and weighed by a second."""
     with tempfile.TemporaryDirectory(prefix="jflash-benchmark-") as name:
@@ -155,6 +157,7 @@ def measure(task: Task, with_memory: bool) -> dict[str, Any]:
     return case
 
 
+@sigterm_cleans_up()
 def measure_reference(args: Options, task: Task, case: dict[str, Any]) -> dict[str, Any]:
     """The PyTorch code on the weights of `case` (batch 1), in one more process."""
     with tempfile.TemporaryDirectory(prefix="jflash-reference-") as name:

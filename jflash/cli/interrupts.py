@@ -1,4 +1,4 @@
-"""Ctrl-C: one that Python would drop, and one that ends a command when all is saved.
+"""Ctrl-C: one that Python would drop, and one that ends a command when all is saved; and SIGTERM.
 
 Python drops what is raised where nobody can catch it, such as in a callback of its garbage
 collector. JAX has one, which runs often while programs are traced, so a command went on.
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 SOON = 0.01  # seconds, after which Python has left the callback
+TERMINATED = 143  # 128 + SIGTERM, as shells count
 
 
 @contextlib.contextmanager
@@ -59,3 +60,21 @@ def first_interrupt(
         yield lambda: pressed
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
+def sigterm_cleans_up() -> Iterator[None]:
+    """Within the block SIGTERM is a SystemExit, so that a child and a temporary folder go too.
+
+    A second one ends the process at once.
+    """
+
+    def end(*_: Any) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        raise SystemExit(TERMINATED)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,6 +1,7 @@
 """scripts/benchmark.py: its processes and files, what it calls measured, and what it refuses."""
 
 import json
+import signal
 import sys
 
 import jax
@@ -8,6 +9,7 @@ import pytest
 
 from jflash.bench.steps.report import SHARED
 from jflash.cli import benchmark, main
+from jflash.cli.interrupts import TERMINATED
 from jflash.records.kernels import BACKENDS
 from tests.support.reference import PYTHON, needs, path_of
 from tests.support.refusals import one_line
@@ -63,6 +65,28 @@ def test_two_devices_each_with_some_experts_whole(run_cli, monkeypatch):
     [case] = json.loads(printed.splitlines()[-1])["cases"]
     assert (case["tensor_parallel"], case["experts_over"]) == (2, "devices")
     assert case["step"]["ms"] > 0
+
+
+def test_sigterm_takes_the_process_that_measures_and_its_folder_along(tmp_path, monkeypatch):
+    """Both stayed, and the child went on with the device."""
+    folders, usual = [], lambda *_: None  # which would let the command go on
+    child = "import os, signal, sys, time; os.kill(os.getppid(), signal.SIGTERM); time.sleep(2); "
+    child += "open(sys.argv[1], 'w')"
+
+    def start(_stage, _task, folder):
+        folders.append(folder)
+        benchmark.call([sys.executable, "-c", child, str(tmp_path / "went-on")])
+
+    monkeypatch.setattr(benchmark, "start", start)
+    before = signal.signal(signal.SIGTERM, usual)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            benchmark.measure({}, with_memory=False)
+        assert signal.getsignal(signal.SIGTERM) is usual
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert ended.value.code == TERMINATED and not folders[0].exists()
+    assert not (tmp_path / "went-on").exists()
 
 
 def test_what_was_measured_before_a_failure_is_kept(tmp_path, monkeypatch):
