@@ -239,10 +239,10 @@ def out_of_time(minutes: float | None, begin: float) -> bool:
 
 
 def report(output: Path, history: list[dict[str, Any]]) -> None:
-    if not history:  # the curve was removed from a finished training
-        print(f"{output}: saved")
+    last = history[-1] if history else {}
+    if not all(isinstance(last.get(name), float) for name in ("loss", "acceptance_length")):
+        print(f"{output}: saved")  # the curve was removed from a finished training, or edited
         return
-    last = history[-1]
     text = f"loss {last['loss']:.3f}, acceptance length {last['acceptance_length']:.2f} in training"
     if "tau" in last:
         text += f"; τ {last['tau']:.2f} on prompts that it did not learn"

@@ -134,7 +134,9 @@ def load_conversations(path: Path) -> list[Conversation]:
         with path.open("rb") as opened, np.load(opened) as file:
             tokens = file["tokens"].tolist()
             prompts, answers = file["prompt_lengths"].tolist(), file["answer_lengths"].tolist()
-    except (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile) as error:
+        if len(prompts) != len(answers) or len(tokens) != sum(prompts) + sum(answers):
+            raise ValueError(f"{len(tokens)} tokens are not those of its lengths")
+    except (TypeError, ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile) as error:
         raise ValueError(
             f"{path} cannot be read: {error}. Without this file the same command makes it anew"
         ) from None

@@ -264,6 +264,8 @@ def _check_claim(directory: Path, settings: dict[str, Any]) -> None:
     if not path.exists():
         return
     there = read_json(path)
+    if not isinstance(there, dict):
+        raise ValueError(f"{path} is damaged, and no JSON object: use another folder")
     keys = settings.keys() | there.keys()
     other = {k: there.get(k) for k in keys if there.get(k) != settings.get(k)}
     if other:

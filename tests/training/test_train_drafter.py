@@ -457,13 +457,22 @@ def test_answers_that_were_damaged_are_named(tmp_path):
     file = tmp_path / "answers.npz"
     save_conversations(file, [Conversation([1, 2], [3])])
     os.truncate(file, 100)
-    with pytest.raises(ValueError, match=r"answers.npz cannot be read: .* makes it anew"):
-        load_conversations(file)
+    damaged = file.read_bytes()
+    with file.open("wb") as opened:
+        np.save(opened, np.arange(3))
+    array = file.read_bytes()
+    ones = np.ones(1, np.int32)
+    np.savez(file, tokens=np.arange(3), prompt_lengths=ones, answer_lengths=ones)
+    for content in (file.read_bytes(), array, damaged):
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=r"answers.npz cannot be read: .* makes it anew"):
+            load_conversations(file)
 
 
 def test_a_finished_training_without_its_curve_is_reported(capsys):
-    train_command.report(Path("drafter"), [])
-    assert capsys.readouterr().out == "drafter: saved\n"
+    for history in ([], [{"step": 60}], [{"step": 60, "loss": "x", "acceptance_length": 1.0}]):
+        train_command.report(Path("drafter"), history)
+        assert capsys.readouterr().out == "drafter: saved\n"
 
 
 class FullTokenizer:

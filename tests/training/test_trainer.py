@@ -118,8 +118,8 @@ def assert_damage_is_named(again, folder) -> None:
         again()
     shutil.rmtree(folder / "checkpoints/36")
     assert again(should_stop=lambda _: True).step == 32
-    for name in ("curve.json", "run.json"):
-        (folder / name).write_text('[{"st')
+    for name, text in (("curve.json", '[{"st'), ("run.json", '[{"st'), ("run.json", "[]")):
+        (folder / name).write_text(text)
         with pytest.raises(ValueError, match=f"/{name} is damaged"):
             again()
 
