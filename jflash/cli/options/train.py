@@ -130,7 +130,7 @@ def share(text: str) -> Share:
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is no part such as 0/4") from None
     if not 0 <= index < of:
-        raise argparse.ArgumentTypeError(f"{text}: the part must be within 0 … {of - 1}")
+        raise argparse.ArgumentTypeError(f"{text}: of N parts, at least 1, I is within 0 … N - 1")
     return Share(index, of)
 
 
