@@ -332,6 +332,10 @@ def test_bad_input_is_a_line(place, capsys):
     assert "/..: give a folder's name" in capsys.readouterr().err
     assert command(place, "prompts.jsonl") == 2  # before anything is answered or learnt
     assert "prompts.jsonl is a file: the drafter gets a folder" in capsys.readouterr().err
+    for nowhere in ("/proc/drafter", "/proc/a/b"):  # where root too makes no folder
+        assert command(place, nowhere, data=place / "odd.jsonl") == 2
+        told = f"--output {nowhere}: /proc takes no file: No such file or directory\n"
+        assert capsys.readouterr().err == f"train_drafter.py: {told}"
     assert command(place, "prompts.jsonl/x") == 2
     assert "prompts.jsonl is a file, no folder: give another" in capsys.readouterr().err
     (place / "taken-work").write_text("")

@@ -22,6 +22,7 @@ from jflash.cli.options.values import (
     refuse,
     refuse_below_file,
     refuse_missing,
+    refuse_unwritable,
 )
 from jflash.records.decoding import Sampling
 from jflash.training.recipe import LOSSES, OPTIMIZERS, WEIGHTS, Objective, Share, TrainConfig
@@ -186,6 +187,8 @@ def check(args: Options) -> None:
     train_config(args, "float32")
     train_objective(args)
     answer_samplings(args)
+    for folder in () if args.dry_run else (args.output, work):  # last: it writes for a moment
+        refuse_unwritable(folder)
 
 
 def _check_read(args: Options) -> None:

@@ -1,6 +1,8 @@
 """What the value of an option may be: lists, seeds and counts, each read in one place."""
 
 import argparse
+import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -91,3 +93,13 @@ def refuse_below_file(output: Path) -> None:
     for place in output.parents:
         file = place.exists() and not place.is_dir()
         refuse(file, f"--output {output}: {place} is a file, no folder: give another path")
+
+
+def refuse_unwritable(output: Path) -> None:
+    """ValueError if no folder can be made where this one is to lie, or in it; it leaves none."""
+    path = Path(os.path.realpath(output))
+    place = next(folder for folder in (path, *path.parents) if folder.exists())
+    try:
+        Path(tempfile.mkdtemp(prefix=".jflash-", dir=place)).rmdir()
+    except OSError as error:
+        raise ValueError(f"--output {output}: {place} takes no file: {error.strerror}") from None
