@@ -26,8 +26,13 @@ def dropped_ones_come_again() -> Iterator[None]:
     def hook(dropped: Any) -> None:
         if not issubclass(dropped.exc_type, KeyboardInterrupt):
             return usual(dropped)
-        again.append(threading.Timer(SOON, signal.pthread_kill, (main, signal.SIGINT)))
-        again[-1].start()
+        while True:
+            again.append(threading.Timer(SOON, signal.pthread_kill, (main, signal.SIGINT)))
+            try:
+                again[-1].start()
+                return None
+            except KeyboardInterrupt:  # before the thread was told to run: this one is dropped too
+                continue
 
     sys.unraisablehook = hook
     try:

@@ -3,6 +3,7 @@
 import argparse
 import gc
 import signal
+import threading
 import time
 
 import pytest
@@ -18,7 +19,20 @@ def usual_handler():
     signal.signal(signal.SIGINT, before)
 
 
-def test_an_interrupt_in_a_callback_of_the_garbage_collector_ends_a_command(capsys):
+@pytest.mark.parametrize("early", [0, 2])
+def test_an_interrupt_in_a_callback_of_the_garbage_collector_ends_a_command(
+    early, capsys, monkeypatch
+):
+    """Also where the one that comes again is `early`: while its thread is started, and dropped."""
+    begun = []
+
+    class Timer(threading.Timer):
+        def start(self) -> None:
+            begun.append(self)
+            super().start()
+            if len(begun) <= early:
+                time.sleep(1)
+
     def once(*_: object) -> None:
         gc.callbacks.remove(once)
         signal.raise_signal(signal.SIGINT)
@@ -28,5 +42,6 @@ def test_an_interrupt_in_a_callback_of_the_garbage_collector_ends_a_command(caps
         gc.collect()
         time.sleep(3)
 
+    monkeypatch.setattr(threading, "Timer", Timer)
     assert run_command(Parser("a command", "It waits."), body, []) == INTERRUPTED
     assert not capsys.readouterr().err
