@@ -211,11 +211,18 @@ def gate_up_leaf(width: int, columns: int, shards: int = 1) -> Leaf:
 
 
 def declare(module: nn.Module, name: str, leaf: Leaf) -> Any:
-    """The parameter `name` of a module: its array, or the leaf itself while leaves are listed."""
-    if not module.has_variable("params", name):
+    """The parameter `name` of a module: its array, or the leaf itself while leaves are listed.
+
+    ValueError for an array that is missing or of another shape: somebody may have put it there.
+    """
+    found = module.has_variable("params", name)
+    if not found and module.is_initializing():
         return module.param(name, lambda key: leaf)
     value = module.get_variable("params", name)
-    assert value.shape == leaf.stored, f"{name} is {value.shape}, not {leaf.stored}"
+    if not found or value.shape != leaf.stored:
+        path = "/".join((*module.path, name))
+        wrong = f"{path} is {value.shape if found else 'missing'}, expected {leaf.stored}"
+        raise ValueError(f"the parameters are not the model's: {wrong}")
     return value
 
 

@@ -150,13 +150,16 @@ def test_a_later_load_joins_as_before(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, again, params)
 
 
-def test_an_array_of_another_shape_is_refused():
+def test_an_array_of_another_shape_or_none_is_refused():
+    """By its path, as what it is: it was an assertion, and an error of Flax's."""
     config = target_config()
     params = random_params(config, 0)
-    params["norm"] = {"scale": params["norm"]["scale"][:-1]}
     hidden = jnp.zeros((1, 1, config.hidden_size))
-    with pytest.raises(AssertionError, match=r"scale is \(\d+,\), not"):
-        Target(config).apply({"params": params}, hidden, method=lambda m, x: m.norm(x))
+    cut, wrong = params["norm"]["scale"][:-1], "the parameters are not the model's: norm/scale is"
+    for norm, found in (({"scale": cut}, rf"\({len(cut)},\)"), ({}, "missing")):
+        params["norm"] = norm
+        with pytest.raises(ValueError, match=rf"{wrong} {found}, expected \({len(cut) + 1},\)"):
+            Target(config).apply({"params": params}, hidden, method=lambda m, x: m.norm(x))
 
 
 def test_a_leaf_names_every_axis():
