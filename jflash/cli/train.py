@@ -52,6 +52,7 @@ OWN = (
     *("tensor_parallel", "experts_over", "autotune", "memory_fraction", "no_compilation_cache"),
     *("no_cuda_graphs", "no_preallocation"),
 )
+OWNED = ("training", "answers-*", ".answers-*")  # of a drafter's work folder
 
 
 def answered(
@@ -149,12 +150,12 @@ def _part(args: Options, index: int, of: int) -> None:
 
 
 def check_outside(work: Path, args: Options) -> None:
-    """ValueError for what the training reads in a folder that --overwrite removes."""
+    """ValueError for what the training reads in a folder of which --overwrite removes things."""
     for option in ("data", "eval_prompts", "target", "init_from"):
         given = getattr(args, option)
         if given is not None and work.resolve() in Path(given).resolve().parents:
             name = "--" + option.replace("_", "-")
-            raise ValueError(f"{name} {given} lies in {work}, which --overwrite removes: move it")
+            raise ValueError(f"{name} {given} lies in {work}, which --overwrite empties: move it")
 
 
 def train(args: Options, hosts: Hosts) -> None:
@@ -191,8 +192,11 @@ def train(args: Options, hosts: Hosts) -> None:
 
 
 def empty(folder: Path) -> None:
-    """Removes all that lies in a folder, and leaves what may be a link to it."""
-    for found in folder.iterdir():
+    """Removes the answers and the training in a folder, which may be a link and hold other things.
+
+    They may be of a killed run: half of a file of answers too.
+    """
+    for found in [found for name in OWNED for found in folder.glob(name)]:
         if found.is_dir() and not found.is_symlink():
             shutil.rmtree(found)
         else:

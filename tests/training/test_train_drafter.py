@@ -230,11 +230,13 @@ def test_folders_may_be_links_and_overwrite_empties_them(place, tmp_path, capsys
     (tmp_path / "training").mkdir()
     (tmp_path / "training/curve.json").write_text("[]")
     (tmp_path / "answers-of-old.jsonl").write_text("")
+    (tmp_path / "notes.txt").write_text("mine")
     short = {"steps": 2, "data": place / "few.jsonl", "overwrite": FLAG} | NO_LOOK
     (place / "few.jsonl").write_text(json.dumps({"prompt": QUESTIONS[0]}) + "\n")
     assert command(place, "linked", **short) == 0, capsys.readouterr().err
     assert (place / "linked-work").is_symlink()
     assert not (tmp_path / "answers-of-old.jsonl").exists()
+    assert (tmp_path / "notes.txt").read_text() == "mine"  # of somebody else: it stays
     assert [r["step"] for r in json.loads((tmp_path / "training/curve.json").read_text())] == [2]
     for name in ("later", "later-work"):  # links to folders that are not there yet
         (place / name).symlink_to(tmp_path / name)
