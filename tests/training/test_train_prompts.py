@@ -235,6 +235,8 @@ def test_bad_input_is_a_line(files, tmp_path, capsys):
         (["--output", tmp_path, "--overwrite", *made], "is a folder: give a file"),
         (["--output", made[-1], "--overwrite", *made], "would replace"),
         (["--output", made[-1] / "x", *made], "problems.jsonl is a file, no folder: give another"),
+        # Where root too makes no folder: before the target is opened, which is none.
+        (["--output", "/proc/x/p.jsonl", "--written-by", "none"], "/proc takes no file: No such"),
     ]:
         assert command(*output, *given) == 2
         assert complaint in capsys.readouterr().err.splitlines()[-1]

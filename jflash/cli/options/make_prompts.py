@@ -15,6 +15,7 @@ from jflash.cli.options.values import (
     refuse_below_file,
     refuse_missing,
     refuse_replacing,
+    refuse_unwritable,
 )
 from jflash.records.decoding import Sampling
 
@@ -79,6 +80,7 @@ def check(args: Options) -> None:
     same = args.written_by and args.temperature == 0 and args.count > most
     why = f"--count {args.count} at temperature 0: greedy turns are all the same, one for each "
     refuse(same, why + f"--system, so at most {most}")
+    refuse_unwritable(args.output.parent)  # last: it writes for a moment
 
 
 def drawing(args: Options) -> Sampling:
