@@ -15,6 +15,7 @@ from jflash.cli.options.values import refuse
 from jflash.evals.datasets import DATASETS
 from jflash.evals.evaluation import execute_all, executed, with_results
 from jflash.evals.folder import (
+    check_asked,
     check_settings,
     finished_answers,
     join_parts,
@@ -66,6 +67,7 @@ def _of_host(options: Options, hosts: Hosts) -> int:
     check_device(todo)
     with open_folder(folder, todo.settings, options.overwrite):
         join_parts(folder)  # of replicas of a run that was killed
+        check_asked(folder, {p.index: len(p.turns) for p in todo.evaluation.problems})
         _announce(folder, options.baseline)
         try:
             summary = _evaluate(todo, folder, options, others, hosts)

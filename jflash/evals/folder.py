@@ -6,7 +6,7 @@ models nor data sets.
 
 import contextlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +139,21 @@ def read_answers(file: Path) -> list[dict[str, Any]]:
     no answer.
     """
     return _once([file])
+
+
+def check_asked(folder: Path, turns: Mapping[int, int]) -> None:
+    """ValueError for an answer to a problem or a turn that is none of these: it would be counted.
+
+    `turns` has the number of each problem's.
+    """
+    for file in (folder / name for name in LINES[:2]):
+        for record in read_answers(file):
+            index, turn = record["index"], record["turn"]
+            if not 0 <= turn < turns.get(index, 0):
+                raise ValueError(
+                    f"{file} has an answer to problem {index}, turn {turn}, which this run does "
+                    "not ask: remove that line, or give another --output, or --overwrite"
+                )
 
 
 def whole_baseline(folder: Path, answers: Sequence[dict[str, Any]]) -> list[dict[str, Any]] | None:

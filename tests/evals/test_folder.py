@@ -4,7 +4,13 @@ import json
 
 import pytest
 
-from jflash.evals.folder import ALIKE, finished_answers, open_folder, read_answers
+from jflash.evals.folder import (
+    ALIKE,
+    check_asked,
+    finished_answers,
+    open_folder,
+    read_answers,
+)
 
 SETTINGS = dict.fromkeys(ALIKE, 0) | {"draft_rule": "greedy"}
 ANSWER = {
@@ -65,3 +71,18 @@ def test_a_line_that_lacks_what_a_summary_reads_is_named(tmp_path, change, lacki
     file.write_text(json.dumps(without) + "\n")
     with pytest.raises(ValueError, match=f"line 1 is no answer, {next(iter(change))} is missing"):
         read_answers(file)
+
+
+def test_an_answer_to_what_was_not_asked_is_named(tmp_path):
+    """Such as of another run's file: it was counted, and wrong."""
+    lines = [ANSWER, ANSWER | {"index": 7}, ANSWER | {"turn": 1}]
+    for name in ("answers", "baseline"):
+        file = tmp_path / f"{name}.jsonl"
+        file.write_text(json.dumps(ANSWER) + "\n")
+        check_asked(tmp_path, {0: 1, 3: 2})
+        for other, turns in ((lines[1], {0: 1, 3: 2}), (lines[2], {0: 1})):
+            file.write_text(json.dumps(ANSWER) + "\n" + json.dumps(other) + "\n")
+            told = f"{name}.jsonl has an answer to problem {other['index']}, turn {other['turn']},"
+            with pytest.raises(ValueError, match=f"{told} which this run does not ask"):
+                check_asked(tmp_path, turns)
+        file.unlink()
