@@ -1,5 +1,6 @@
 """What an answer's line must hold, before anything reads it: somebody may have edited the file."""
 
+from math import isfinite
 from typing import Any
 
 PARTS = ("compile", "prefill", "decode")  # of an answer's seconds
@@ -20,10 +21,11 @@ def missing(record: Any) -> str | None:
         value = record.get(name)
         if not isinstance(value, list) or len(value) < least:
             return name
-        if any(type(i) is not int for i in value):
+        if any(type(i) is not int or not 0 <= i < 2**31 for i in value):
             return name
-    for part in PARTS:
-        if type(record["seconds"].get(part)) not in (int, float):
+    for part in (*PARTS, *record["seconds"]):
+        value = record["seconds"].get(part)
+        if part not in PARTS or type(value) not in (int, float) or not isfinite(value):
             return f"seconds of {part}"
     check = record.get("check", ())  # None of what is not judged
     judged = isinstance(check, dict) and isinstance(check.get("rule"), str)

@@ -55,7 +55,10 @@ def test_a_link_to_a_folder_to_come_is_followed(tmp_path):
         ({"acceptance_lengths": [1, "x"]}, "acceptance_lengths"),
         ({"check": 3}, "check"),
         ({"check": {"correct": True}}, "check"),
+        ({"token_ids": [10**12]}, "token_ids"),
         ({"seconds": {"compile": 0, "decode": 0}}, "seconds of prefill"),
+        ({"seconds": {"compile": 0, "decode": float("nan"), "prefill": 0}}, "seconds of decode"),
+        ({"seconds": ANSWER["seconds"] | {"more": 1}}, "seconds of more"),
     ],
 )
 def test_a_line_that_lacks_what_a_summary_reads_is_named(tmp_path, change, lacking):
