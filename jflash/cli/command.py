@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import errno
 import importlib.util
 import os
 import sys
@@ -44,9 +45,16 @@ class Parser(argparse.ArgumentParser):
 
 
 def _path(text: str) -> Path:
-    """A path. An empty one, as of a variable that is not set, would be the folder we are in."""
+    """A path. An empty one, as of a variable that is not set, would be the folder we are in, and
+    `Path.resolve` fails at a link that leads to itself."""
     if not text:
         raise argparse.ArgumentTypeError("'' names no file and no folder: give a path")
+    try:
+        Path(text).stat()
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            why = f"{text!r} is a link that leads to itself: give another path"
+            raise argparse.ArgumentTypeError(why) from None
     return Path(text)
 
 

@@ -144,6 +144,14 @@ def test_an_empty_output_writes_nothing(tmp_path, monkeypatch, refused):
     refused(argv, "argument --output: '' names no file and no folder", command="evaluate")
 
 
+def test_a_link_that_leads_to_itself_is_named(tmp_path, refused):
+    """Its path cannot be resolved, which was a RuntimeError of pathlib's."""
+    (tmp_path / "loop").symlink_to("loop")
+    for place in ("loop", "loop/x"):
+        argv = ["--target", "t", "--data", "d", "--output", str(tmp_path / place)]
+        refused(argv, f"{place}' is a link that leads to itself: give another", command="train")
+
+
 LINES = [
     ("{", "is not JSON"),
     ("[1]", "is not a JSON object"),
