@@ -74,8 +74,9 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     if ON_GPU or own or not whole or not config.pluginmanager.hasplugin("xdist"):
         return
     if config.option.numprocesses is None:
-        # One more than cores: tests also wait, for other processes and for files.
-        config.option.numprocesses = min(MOST_PROCESSES, (os.cpu_count() or 1) + 1)
+        # As many as cores: one more works while tests wait, for other processes and for files, but
+        # compiles again what the others have, and two took less time on two cores than three.
+        config.option.numprocesses = min(MOST_PROCESSES, max(2, os.cpu_count() or 1))
         config.option.dist = "loadfile"
         config.option.loadscopereorder = False
 
