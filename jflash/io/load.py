@@ -20,7 +20,7 @@ from jflash.io.hf_config import drafter_config, names_of, target_config
 from jflash.io.hf_write import to_hf_config
 from jflash.io.keeping import keeping
 from jflash.io.orbax_checkpoint import remove_orbax
-from jflash.io.safetensors_write import save_safetensors
+from jflash.io.safetensors_write import check_leaves, save_safetensors
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.models.params import random_params
@@ -288,9 +288,11 @@ def save_checkpoint(
         raise ValueError(f"extra_config {extra_config!r:.80} is no JSON: {error}") from None
     if not overwrite and (folder / "config.json").exists():
         raise ValueError(f"{folder} holds a checkpoint already")
+    names = names_of(raw)
+    check_leaves(names, config, params)
     make_folder(folder)
     with replacing(folder / "model.safetensors") as part:
-        save_safetensors(part, names_of(raw), config, params, dtype)
+        save_safetensors(part, names, config, params, dtype)
     remove_orbax(folder)
     write_text(folder / "config.json", text)
 

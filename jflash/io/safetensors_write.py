@@ -15,6 +15,13 @@ from jflash.models.params import leaf_paths
 from jflash.records.config import DrafterConfig, TargetConfig
 
 
+def check_leaves(names: Names, config: TargetConfig | DrafterConfig, params: Any) -> None:
+    """ValueError if the parameters are not the config's."""
+    leaves = leaf_paths(config)
+    for path in leaf_sources(config, names):
+        _leaf(params, path, leaves[path].stored)
+
+
 def save_safetensors(
     file: Path, names: Names, config: TargetConfig | DrafterConfig, params: Any, dtype: str
 ) -> None:
