@@ -3,11 +3,13 @@
 from math import isfinite
 from typing import Any
 
+from jflash.records.decoding import are_whole
+
 PARTS = ("compile", "prefill", "decode")  # of an answer's seconds
 KINDS = {
-    **{"index": int, "turn": int, "text": str, "prompt_tokens": int, "finish_reason": str},
+    "index": int, "turn": int, "text": str, "prompt_tokens": int, "finish_reason": str,
     "seconds": dict,
-}
+}  # fmt: skip
 
 
 def missing(record: Any) -> str | None:
@@ -17,16 +19,17 @@ def missing(record: Any) -> str | None:
     for name, kind in KINDS.items():
         if type(record.get(name)) is not kind:
             return name
-    for name, least in (("token_ids", 1), ("acceptance_lengths", 0)):
-        value = record.get(name)
-        if not isinstance(value, list) or len(value) < least:
+    for name in ("token_ids", "acceptance_lengths"):
+        if not are_whole(record.get(name)):
             return name
-        if any(type(i) is not int or not 0 <= i < 2**31 for i in value):
-            return name
-    for part in (*PARTS, *record["seconds"]):
-        value = record["seconds"].get(part)
-        if part not in PARTS or type(value) not in (int, float) or not isfinite(value):
+    if not record["token_ids"]:
+        return "token_ids"
+    seconds = record["seconds"]
+    for part in PARTS:
+        if type(seconds.get(part)) not in (int, float) or not isfinite(seconds[part]):
             return f"seconds of {part}"
+    if other := seconds.keys() - PARTS:
+        return f"seconds of {min(other)}"
     check = record.get("check", ())  # None of what is not judged
     judged = isinstance(check, dict) and isinstance(check.get("rule"), str)
     if check is not None and not (judged and isinstance(check.get("correct"), bool)):

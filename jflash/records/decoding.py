@@ -58,6 +58,12 @@ def real(name: str, value: Any) -> float:
     return value if isinstance(value, int) else float(value)
 
 
+def are_whole(value: Any) -> bool:
+    """Whether it is a list, as JSON has it, of whole numbers from 0 up that int32 holds, as tokens
+    and their counts are."""
+    return isinstance(value, list) and all(type(i) is int and 0 <= i < 2**31 for i in value)
+
+
 GREEDY = Sampling()
 StopWhen = Callable[[list[int]], int | None]
 

@@ -11,7 +11,7 @@ from typing import Any
 from tqdm import tqdm
 
 from jflash.generate import Generation, Pair
-from jflash.records.decoding import Decoding
+from jflash.records.decoding import Decoding, are_whole
 from jflash.serving.batch import Job, serve
 from jflash.system.lines import appended, read_lines
 from jflash.system.locks import locked
@@ -88,6 +88,4 @@ def _is_answer(line: Any) -> bool:
     if not isinstance(line, dict) or type(line.get("index")) is not int or line["index"] < 0:
         return False
     ids = line.get("answer_ids")
-    if not isinstance(ids, list) or not ids:
-        return False
-    return all(type(i) is int and 0 <= i < 2**31 for i in ids)
+    return bool(ids) and are_whole(ids)
