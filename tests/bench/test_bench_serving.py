@@ -24,6 +24,7 @@ from jflash.serving.request import Request
 from jflash.speculative import draft
 from jflash.system.locks import in_turn
 from tests.support.small_checkpoints import edit_config, make_pair
+from tests.support.virtual_devices import start
 
 STEPS = [[0, 0.5, *[0.3] * 6], [7, *[0.9] * 7], [3, 0.9, 0.8, 0.7, *[0.2] * 4], [1, *[0.6] * 7]]
 
@@ -183,6 +184,23 @@ def test_rows_are_ranked_by_the_recorded_confidences(file):
     state = state.with_sequences(tokens=state.sequences.tokens.at[:, 0].set(jnp.array([1, 2])))
     proposal = jax.jit(functools.partial(draft, models))(pair.params, state)[0]
     np.testing.assert_allclose(proposal.confidence, [STEPS[1][1:], STEPS[2][1:]], atol=1e-3)
+
+
+@pytest.mark.long
+def test_devices_that_share_a_pair_replay_with_chosen_rows(file, tmp_path):
+    kept = tmp_path / "result.json"
+    argv = ["--shape", "tiny", "--replay", str(file), "--auto-batch", "8", "--repeats", "1"]
+    argv += ["--tensor-parallel", "2", "--dtype", "float32", "--json", str(kept)]
+    program = "import sys; from jflash.cli import main; "
+    program += "sys.exit(main.run('bench-serving', sys.argv[1:]))"
+    run = start(program, *argv)
+    _, errors = run.communicate(timeout=600)
+    assert run.returncode == 0, errors
+    found = json.loads(kept.read_text())
+    [row] = found["serving"]
+    assert found["tensor_parallel"] == 2 and row["rows"] == "auto"
+    assert sum(row["steps_by_rows"].values()) > 0 and len(row["steps_by_rows"]) > 1
+    assert 1 < row["tau"] < 1 + max(step[0] for step in STEPS)
 
 
 def test_what_is_replayed_is_recorded_again(file):
